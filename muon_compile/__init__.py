@@ -1,0 +1,79 @@
+"""Compile a whole Muon optimizer step, its collectives inside, into one static graph."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muon_compile.adapters import Adapter, register_adapter
+    from muon_compile.build.pure import build_step, init_state
+    from muon_compile.config import AdamWConfig, CompileConfig, MuonConfig
+    from muon_compile.layout import inspect_params
+    from muon_compile.lower.compiled import CompileError
+    from muon_compile.optim import Muon
+    from muon_compile.plan.plan import Plan
+    from muon_compile.plan.planner import make_plan
+    from muon_compile.route import route
+    from muon_compile.run.compiled_step import CompiledStep, compile_step
+    from muon_compile.run.stats import StepStats
+    from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that planning (config, spec, plan) does not import torch.
+_HOMES = {
+    "AdamWConfig": "config",
+    "Adapter": "adapters",
+    "CollectiveSpec": "spec",
+    "CompileConfig": "config",
+    "CompileError": "lower.compiled",
+    "CompiledStep": "run.compiled_step",
+    "MatrixSpec": "spec",
+    "MeshSpec": "spec",
+    "Muon": "optim",
+    "MuonConfig": "config",
+    "Plan": "plan.plan",
+    "StepStats": "run.stats",
+    "build_step": "build.pure",
+    "compile_step": "run.compiled_step",
+    "init_state": "build.pure",
+    "inspect_params": "layout",
+    "make_plan": "plan.planner",
+    "register_adapter": "adapters",
+    "route": "route",
+}
+
+__all__ = [
+    "AdamWConfig",
+    "Adapter",
+    "CollectiveSpec",
+    "CompileConfig",
+    "CompileError",
+    "CompiledStep",
+    "MatrixSpec",
+    "MeshSpec",
+    "Muon",
+    "MuonConfig",
+    "Plan",
+    "StepStats",
+    "build_step",
+    "compile_step",
+    "init_state",
+    "inspect_params",
+    "make_plan",
+    "register_adapter",
+    "route",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'muon_compile' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"muon_compile.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""How the step is computed: pure functions over tensors. Nothing here mutates an argument."""

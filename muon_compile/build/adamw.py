@@ -1,0 +1,51 @@
+"""AdamW of a bucket (``torch.optim.AdamW``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from muon_compile.config import AdamWConfig
+
+
+def adamw_update(
+    grad: Tensor, state: Mapping[str, Tensor], hyper: Mapping[str, Tensor], config: AdamWConfig
+) -> tuple[dict[str, Tensor], Tensor]:
+    """New moments, and what is added to the parameters (lr included, decay not).
+
+    Args:
+        grad: ``[B, ...]``.
+        state: ``exp_avg`` and ``exp_avg_sq`` ``[B, ...]``, ``step`` ``[B]`` (steps done), with amsgrad also
+            ``max_exp_avg_sq``.
+        hyper: ``lr``, ``beta1``, ``beta2``: 0-d or ``[B]``, float64.
+        config: Its ``eps``, ``amsgrad`` and ``maximize``.
+
+    Returns:
+        The new state and the update ``[B, ...]``, in float32 or better. The caller rounds the moments.
+    """
+    dims = (-1,) + (1,) * (grad.dim() - 1)
+    step = state["step"] + 1
+    beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    wide = torch.promote_types(torch.promote_types(grad.dtype, state["exp_avg"].dtype), torch.float32)
+
+    def column(value: Tensor) -> Tensor:
+        value = value.to(wide)
+        return value if value.dim() == 0 else value.view(dims)
+
+    g = grad.to(wide)
+    g = -g if config.maximize else g
+    first = state["exp_avg"].to(wide)
+    first = first + column(1 - beta1) * (g - first)
+    second = column(beta2) * state["exp_avg_sq"].to(wide) + column(1 - beta2) * (g * g)
+    new = {"exp_avg": first, "exp_avg_sq": second, "step": step}
+    if config.amsgrad:
+        second = torch.maximum(state["max_exp_avg_sq"].to(wide), second)
+        new["max_exp_avg_sq"] = second
+    # Bias corrections depend on each parameter's own step count: [B], in the hyperparameters' precision.
+    count = step.to(beta1.dtype)
+    size = hyper["lr"] / (1 - beta1**count)
+    root = (1 - beta2**count).sqrt()
+    update = -column(size) * (first / (second.sqrt() / column(root) + config.eps))
+    return new, update

@@ -1,0 +1,174 @@
+"""The step as a pure function: ``(params, state, grads, hyper) -> (params, state)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muon_compile.build.step import BucketState, run_step
+from muon_compile.config import AdamWConfig
+from muon_compile.plan.plan import Bucket, Plan
+from muon_compile.spec import Algorithm
+
+State = dict[str, dict[str, Tensor]]
+Tensors = Sequence[Tensor] | Mapping[str, Tensor]
+HYPER_NAMES: dict[Algorithm, tuple[str, ...]] = {
+    "muon": ("lr", "weight_decay", "momentum"),
+    "adamw": ("lr", "weight_decay", "beta1", "beta2"),
+}
+
+
+def bucket_state_shapes(bucket: Bucket) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name, shape and dtype of every stacked state tensor of a bucket."""
+    stacked = (bucket.size, *bucket.shape)
+    if bucket.algorithm == "muon":
+        return {"momentum_buffer": (stacked, bucket.state_dtype)}
+    assert isinstance(bucket.config, AdamWConfig)
+    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if bucket.config.amsgrad else [])
+    return {"step": ((bucket.size,), "float32")} | dict.fromkeys(names, (stacked, bucket.state_dtype))
+
+
+def init_state(plan: Plan, params: Tensors | None = None) -> State:
+    """All-zero state of a plan.
+
+    Args:
+        plan: The plan.
+        params: If given, its tensors' devices are used instead of the plan's (under fake or meta tensors, say).
+
+    Returns:
+        By bucket name, the stacked tensors: ``momentum_buffer`` ``[B, *shape]`` for Muon; ``step`` ``[B]`` float32,
+        ``exp_avg`` and ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) ``[B, *shape]`` for AdamW.
+    """
+    listed = None if params is None else _as_list(plan, params, "params")
+    state: State = {}
+    for bucket in plan.buckets:
+        device = torch.device(bucket.device) if listed is None else listed[bucket.params[0]].device
+        state[bucket.name] = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in bucket_state_shapes(bucket).items()
+        }
+    return state
+
+
+class _PureBoundary:
+    """Packs by ``stack`` and collects what the step makes, leaving every argument alone."""
+
+    def __init__(self, params: Sequence[Tensor], state: Mapping[str, BucketState], grads: Sequence[Tensor]) -> None:
+        self.params, self.state, self.grads = params, state, grads
+        self.new_params = list(params)
+        self.new_state: State = {name: dict(tensors) for name, tensors in state.items()}
+
+    def pack(self, bucket: Bucket) -> Tensor:
+        """The bucket's gradients, stacked."""
+        return torch.stack([self.grads[i] for i in bucket.params])
+
+    def load(self, bucket: Bucket) -> BucketState:
+        """The bucket's state."""
+        return self.state[bucket.name]
+
+    def store(self, bucket: Bucket, name: str, value: Tensor) -> None:
+        """Keep a new state tensor."""
+        self.new_state[bucket.name][name] = value.to(self.state[bucket.name][name].dtype)
+
+    def apply(self, bucket: Bucket, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+        """Decay the bucket's parameters and add the update."""
+        delta = update if step_size is None else scaled(update, step_size, bucket.dtype)
+        decays = decay.unbind(0) if decay.dim() else (decay,) * bucket.size
+        for index, row, factor in zip(bucket.params, delta.unbind(0), decays, strict=True):
+            param = self.params[index]
+            self.new_params[index] = (param * factor.to(row.dtype) + row).to(param.dtype)
+
+
+def scaled(update: Tensor, step_size: Tensor, dtype: str) -> Tensor:
+    """``update * step_size`` in float32 or the parameters' wider dtype; ``step_size`` is 0-d or ``[B]``."""
+    wide = torch.promote_types(getattr(torch, dtype), torch.float32)
+    size = step_size.to(wide)
+    size = size if size.dim() == 0 else size.view(-1, *(1,) * (update.dim() - 1))
+    return update.to(wide) * size
+
+
+def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = None) -> Callable[..., tuple[Any, State]]:
+    """Build the pure step of a plan.
+
+    The result is traced by ``make_fx`` and ``torch.func.functionalize``, and inlined by ``torch.compile``.
+
+    Args:
+        plan: The plan.
+        rank: Rank whose part is built; 0 where there is one rank.
+        groups: Process group name by mesh axis; none where there is one rank.
+
+    Returns:
+        ``update(params, state, grads, hyper) -> (params, state)``. ``params`` and ``grads`` are sequences in the order
+        of ``plan.specs``, or mappings by name; ``state`` is that of ``init_state``; ``hyper`` is one mapping for all
+        groups or a sequence of one mapping per group, of floats or 0-d tensors: ``lr``, ``weight_decay`` and
+        ``momentum`` (Muon) or ``beta1`` and ``beta2`` (AdamW); float64 keeps ``1 - beta2`` exact. A gradient that is
+        None, or missing from a mapping, leaves its parameter and state as they are. No argument is written to.
+
+    Raises:
+        ValueError: ``rank`` or ``groups`` do not fit the plan's mesh.
+    """
+    if not 0 <= rank < plan.mesh.num_ranks:
+        raise ValueError(f"build_step: rank: expected 0 <= rank < {plan.mesh.num_ranks}, got {rank}.")
+    if groups:
+        raise ValueError(f"build_step: groups: the plan's mesh has no axis to communicate over, got {dict(groups)}.")
+
+    def update(params: Any, state: Mapping[str, BucketState], grads: Any, hyper: Any) -> tuple[Any, State]:
+        listed = _as_list(plan, params, "params")
+        gradients = _as_list(plan, grads, "grads", optional=True)
+        presence = None
+        if any(g is None for g in gradients):
+            presence = [
+                torch.tensor([gradients[i] is not None for i in b.params], device=listed[b.params[0]].device)
+                for b in plan.buckets
+            ]
+            gradients = [
+                torch.zeros_like(p, dtype=getattr(torch, s.grad_dtype or s.dtype)) if g is None else g
+                for p, g, s in zip(listed, gradients, plan.specs, strict=True)
+            ]
+        boundary = _PureBoundary(listed, state, gradients)
+        run_step(plan, boundary, _as_hyper(plan, hyper, listed[0].device), presence)
+        if isinstance(params, Mapping):
+            names = [spec.name for spec in plan.specs]
+            return dict(zip(names, boundary.new_params, strict=True)), boundary.new_state
+        return boundary.new_params, boundary.new_state
+
+    return update
+
+
+def _as_list(plan: Plan, given: Any, what: str, *, optional: bool = False) -> list[Any]:
+    if isinstance(given, Mapping):
+        missing = [] if optional else [spec.name for spec in plan.specs if spec.name not in given]
+        if missing:
+            raise ValueError(f"{what}: expected a tensor for every parameter of the plan, got none for {missing}.")
+        listed = [given.get(spec.name) for spec in plan.specs]
+    else:
+        listed = list(given)
+    if len(listed) != len(plan.specs):
+        raise ValueError(f"{what}: expected {len(plan.specs)} tensors (one per plan.specs), got {len(listed)}.")
+    for spec, tensor in zip(plan.specs, listed, strict=True):
+        if tensor is not None and tuple(tensor.shape) != spec.shape:
+            raise ValueError(f"{what}: {spec.name!r}: expected shape {spec.shape}, got {tuple(tensor.shape)}.")
+    return listed
+
+
+def _as_hyper(plan: Plan, given: Any, device: torch.device) -> list[dict[str, Tensor]]:
+    rows = [given] * plan.num_groups if isinstance(given, Mapping) else list(given)
+    if len(rows) != plan.num_groups:
+        raise ValueError(f"hyper: expected one mapping per group ({plan.num_groups}), got {len(rows)}.")
+    result: list[dict[str, Tensor]] = [{} for _ in rows]
+    for bucket in plan.buckets:
+        for group in set(bucket.groups):
+            for name in HYPER_NAMES[bucket.algorithm]:
+                if name not in rows[group]:
+                    raise ValueError(
+                        f"hyper: group {group} ({bucket.algorithm}): expected "
+                        f"{HYPER_NAMES[bucket.algorithm]}, got no {name!r}."
+                    )
+                value = rows[group][name]
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(float(value), dtype=torch.float64, device=device)
+                result[group][name] = value
+    return result

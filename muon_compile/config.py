@@ -1,0 +1,235 @@
+"""Frozen configuration: everything here shapes the graph, so a change of it means a new plan.
+
+What changes from step to step (lr, weight decay, momentum, betas) is never here: it is a tensor input of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Preset = Literal["torch", "keller", "moonlight", "dion", "hyperparallel"]
+MomentumForm = Literal["ema", "sum"]
+EpsMode = Literal["clamp", "add"]
+Scale = Literal["original", "match_rms_adamw", "spectral_norm", "rms_norm", "none"]
+DTypeName = Literal["bfloat16", "float16", "float32", "float64"]
+CoefficientName = Literal["jordan", "you", "polar_express"]
+Triple = tuple[float, float, float]
+
+# Sources: torch.optim.Muon (torch 2.13); KellerJordan/Muon; MoonshotAI/Moonlight; microsoft/dion; HyperParallel.
+PRESETS: dict[str, dict[str, Any]] = {
+    "torch": {
+        "momentum_form": "ema",
+        "nesterov": True,
+        "coefficients": "jordan",
+        "eps": 1e-7,
+        "eps_mode": "clamp",
+        "scale": "original",
+    },
+    "keller": {
+        "momentum_form": "ema",
+        "nesterov": True,
+        "coefficients": "jordan",
+        "eps": 1e-7,
+        "eps_mode": "add",
+        "scale": "original",
+    },
+    "moonlight": {
+        "momentum_form": "sum",
+        "nesterov": True,
+        "coefficients": "jordan",
+        "eps": 1e-7,
+        "eps_mode": "add",
+        "scale": "match_rms_adamw",
+    },
+    "dion": {
+        "momentum_form": "sum",
+        "nesterov": False,
+        "coefficients": "you",
+        "eps": 1e-7,
+        "eps_mode": "add",
+        "scale": "spectral_norm",
+    },
+    "hyperparallel": {
+        "momentum_form": "sum",
+        "nesterov": True,
+        "coefficients": "you",
+        "eps": 1e-7,
+        "eps_mode": "add",
+        "scale": "match_rms_adamw",
+    },
+}
+
+
+def _expect(owner: str, name: str, got: object, expected: str, ok: bool) -> None:
+    if not ok:
+        raise ValueError(f"{owner}.{name}: expected {expected}, got {got!r}.")
+
+
+def _choice(owner: str, name: str, got: object, choices: Iterable[object]) -> None:
+    options = tuple(choices)
+    _expect(owner, name, got, "one of " + ", ".join(map(repr, options)), got in options)
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """The mathematics of one Muon parameter group. Fields left at ``None`` take the preset's value.
+
+    Args:
+        preset: Whose Muon to reproduce; sets the defaults of the other fields.
+        momentum_form: ``"ema"`` ``M <- M + (1 - mu)(G - M)`` or ``"sum"`` ``M <- mu M + G``.
+        momentum_dtype: dtype that momentum is stored in; ``None`` stores it in the gradient's dtype.
+        nesterov: Use the Nesterov direction instead of the momentum itself.
+        ns_steps: Newton-Schulz iterations, 1 to 99.
+        coefficients: A named table, one ``(a, b, c)`` for every step, or one triple per step.
+        ns_dtype: dtype of the Newton-Schulz products. float16 is refused on CPUs, where it is emulated.
+        eps: Guard of the normalization, or ``"relative"`` for scale invariance (divide by the largest entry first).
+        eps_mode: ``"clamp"`` divides by ``max(norm, eps)``, ``"add"`` by ``norm + eps``.
+        scale: Factor on lr from a matrix's shape ``m x n``.
+        split_sizes: Row counts of the blocks of a fused weight; each block is a matrix of its own.
+        num_heads: Number of equal row blocks (heads) of the weight; each is a matrix of its own.
+        flatten: Read ``[o, i, ...]`` as one ``o x (i ...)`` matrix. ``None`` does so for 4 or more dims; a 3-D
+            parameter is otherwise a stack of matrices (experts).
+
+    Raises:
+        ValueError: A field has a value outside its range; the message names field, expected and got.
+    """
+
+    preset: Preset = "torch"
+    momentum_form: MomentumForm | None = None
+    momentum_dtype: DTypeName | None = None
+    nesterov: bool | None = None
+    ns_steps: int = 5
+    coefficients: CoefficientName | Triple | tuple[Triple, ...] | None = None
+    ns_dtype: DTypeName = "bfloat16"
+    eps: float | Literal["relative"] | None = None
+    eps_mode: EpsMode | None = None
+    scale: Scale | None = None
+    split_sizes: tuple[int, ...] | None = None
+    num_heads: int | None = None
+    flatten: bool | None = None
+
+    def __post_init__(self) -> None:
+        me = "MuonConfig"
+        _choice(me, "preset", self.preset, PRESETS)
+        for name, value in PRESETS[self.preset].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        _choice(me, "momentum_form", self.momentum_form, get_args(MomentumForm))
+        _choice(me, "momentum_dtype", self.momentum_dtype, (None, *get_args(DTypeName)))
+        _choice(me, "nesterov", self.nesterov, (True, False))
+        _expect(
+            me,
+            "ns_steps",
+            self.ns_steps,
+            "an int from 1 to 99",
+            _is_positive_int(self.ns_steps) and self.ns_steps < 100,
+        )
+        _choice(me, "ns_dtype", self.ns_dtype, get_args(DTypeName))
+        _choice(me, "eps_mode", self.eps_mode, get_args(EpsMode))
+        _choice(me, "scale", self.scale, get_args(Scale))
+        if self.eps != "relative":
+            ok = _is_finite(self.eps) and float(self.eps or 0.0) >= 0.0
+            _expect(me, "eps", self.eps, "a finite number >= 0 or 'relative'", ok)
+        self._check_coefficients(me)
+        self._check_blocks(me)
+
+    def _check_coefficients(self, me: str) -> None:
+        given = self.coefficients
+        if isinstance(given, str):
+            _choice(me, "coefficients", given, get_args(CoefficientName))
+            return
+        what = "a known name, (a, b, c), or one (a, b, c) per step"
+        _expect(me, "coefficients", given, what, isinstance(given, (tuple, list)) and len(given) > 0)
+        assert given is not None
+        one = all(_is_finite(x) for x in given)
+        rows: tuple[Any, ...] = (given,) if one else tuple(given)
+        for row in rows:
+            ok = isinstance(row, (tuple, list)) and len(row) == 3 and all(_is_finite(x) for x in row)
+            _expect(me, "coefficients", given, what, ok)
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+        if not one:
+            expected = f"{self.ns_steps} triples (ns_steps={self.ns_steps})"
+            _expect(me, "coefficients", given, expected, len(triples) == self.ns_steps)
+        object.__setattr__(self, "coefficients", triples[0] if one else triples)
+
+    def _check_blocks(self, me: str) -> None:
+        if self.split_sizes is not None:
+            ok = isinstance(self.split_sizes, (tuple, list)) and len(self.split_sizes) > 0
+            ok = ok and all(_is_positive_int(s) for s in self.split_sizes)
+            _expect(me, "split_sizes", self.split_sizes, "a tuple of positive ints", ok)
+            object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
+        if self.num_heads is not None:
+            _expect(me, "num_heads", self.num_heads, "a positive int", _is_positive_int(self.num_heads))
+            if self.split_sizes is not None:
+                raise ValueError("MuonConfig: expected split_sizes or num_heads, got both; give one of them.")
+        _choice(me, "flatten", self.flatten, (None, True, False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """The mathematics of one AdamW parameter group (``torch.optim.AdamW``).
+
+    Args:
+        eps: Added to the root of the second moment.
+        amsgrad: Use the running maximum of the second moment.
+        maximize: Step along the gradient instead of against it.
+
+    Raises:
+        ValueError: ``eps`` is negative or not finite.
+    """
+
+    eps: float = 1e-8
+    amsgrad: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _expect("AdamWConfig", "eps", self.eps, "a finite number >= 0", _is_finite(self.eps) and self.eps >= 0)
+        _choice("AdamWConfig", "amsgrad", self.amsgrad, (True, False))
+        _choice("AdamWConfig", "maximize", self.maximize, (True, False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """What is about compiling, and not about the mathematics.
+
+    Args:
+        exact: Reproduce stock ``torch.optim.Muon`` bit for bit: its operator order and roundings, batched.
+        max_temp_bytes: Bound on the temporaries of one wave of buckets; buckets beyond it wait for the next wave. A
+            bucket larger than the bound is a wave of its own.
+        inductor_route: ``"inner"`` hands the traced graph straight to Inductor; ``"standalone"`` goes through the
+            documented ``torch._inductor.standalone_compile`` (slower to compile, same step).
+        inductor_options: Options of ``torch._inductor.config``, laid over this library's own.
+        cuda_graphs: Replay the step as one CUDA graph where all of it is on CUDA.
+        keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not
+            page-faulted anew every time. The setting is process-wide; it is made when a step is wrapped, and logged.
+
+    Raises:
+        ValueError: A field has a value outside its range.
+    """
+
+    exact: bool = False
+    max_temp_bytes: int = 2 * 1024**3
+    inductor_route: Literal["inner", "standalone"] = "inner"
+    inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    cuda_graphs: bool = True
+    keep_memory: bool = True
+
+    def __post_init__(self) -> None:
+        me = "CompileConfig"
+        _choice(me, "exact", self.exact, (True, False))
+        _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
+        _choice(me, "cuda_graphs", self.cuda_graphs, (True, False))
+        _choice(me, "keep_memory", self.keep_memory, (True, False))
+        ok = _is_positive_int(self.max_temp_bytes)
+        _expect(me, "max_temp_bytes", self.max_temp_bytes, "a positive number of bytes", ok)

@@ -1,0 +1,1 @@
+"""From a step to a compiled callable: trace, check, and one file per backend."""

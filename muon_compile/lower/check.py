@@ -1,0 +1,70 @@
+"""Hold a traced graph against what its plan promises, before any backend sees it."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from muon_compile.lower.trace import TracedStep
+from muon_compile.plan.plan import Plan
+from muon_compile.spec import CollectiveSpec
+
+# Operators that read a tensor's value on the host, or whose shapes depend on values: each would synchronize every step.
+_HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.equal", "aten.is_nonzero")
+
+
+def found_collectives(traced: TracedStep) -> list[str]:
+    """Kinds of the functional collectives in the graph, in order, waits apart."""
+    kinds = []
+    for node in traced.graph.graph.nodes:
+        namespace, _, name = str(node.target).partition(".")
+        if node.op == "call_function" and namespace == "_c10d_functional" and not name.startswith("wait_tensor"):
+            kinds.append(name.split(".")[0])
+    return kinds
+
+
+def written_inputs(traced: TracedStep) -> set[str]:
+    """Names of the inputs that the graph writes."""
+    written: set[str] = set()
+    for node in traced.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for target in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(target, Node) and target.op == "placeholder":
+                    written.add(target.name)
+    return written
+
+
+def check_graph(plan: Plan, traced: TracedStep) -> tuple[CollectiveSpec, ...]:
+    """Check that the graph writes all it should and nothing else, reads nothing back, and keeps its collectives.
+
+    Returns:
+        The plan's collectives, now known to be the graph's.
+
+    Raises:
+        RuntimeError: The graph breaks a promise; a defect of this library, never of the caller's input.
+    """
+    for node in traced.graph.graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith(_HOST_READS):
+            raise RuntimeError(
+                f"The traced step reads a value on the host ({node.target}), expected none; please report."
+            )
+    expected = set(traced.spec.names[: traced.spec.num_written])
+    written = written_inputs(traced)
+    if written != expected:
+        raise RuntimeError(
+            "The traced step writes other inputs than the plan promises; please report. "
+            f"Not written: {sorted(expected - written)}; not promised: {sorted(written - expected)}."
+        )
+    promised = [collective.kind for collective in plan.collectives]
+    found = found_collectives(traced)
+    if promised != found:
+        raise RuntimeError(
+            f"The traced step's collectives differ from the plan's; please report. Promised {promised}, found {found}."
+        )
+    return plan.collectives

@@ -1,0 +1,159 @@
+"""Inductor: CPU and GPU. The only file that knows Inductor's entry points.
+
+The traced graph is flat, free of autograd and already in place, so it goes straight to ``compile_fx_inner``, Inductor's
+own (private) entry, which costs about half of ``torch.compile``. ``standalone`` is the documented way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muon_compile.lower.compiled import CompiledGraph, CompileError
+from muon_compile.lower.trace import TracedStep
+
+_LOG = logging.getLogger(__name__)
+
+# Inputs are checked before the call; collectives (later) keep the traced order on every rank: Inductor's reordering is
+# decided per graph, and ranks whose graphs differ would deadlock.
+_OPTIONS: dict[str, Any] = {
+    "size_asserts": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    # A phase of the step is one C++ file however many buckets it has: g++ spends its time on files, not on loops.
+    "cpp.max_horizontal_fusion_size": 64,
+}
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """Inductor's own decomposition table."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Any] = select_decomp_table()
+    return table
+
+
+def check_compiler() -> None:
+    """Find the C++ compiler that Inductor will use for CPU code.
+
+    Raises:
+        CompileError: There is none.
+    """
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError) as error:
+        raise CompileError(
+            "Inductor compiles the step's CPU code with a C++ compiler, and none was found (looked for CXX and g++). "
+            "Install one (Debian, Ubuntu: apt-get install g++; macOS: xcode-select --install; conda: "
+            "conda install gxx), or pass backend='aot_eager', which needs none and runs the same graph uncompiled."
+        ) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _trusted_vector_compiler() -> bool:
+    """Whether the compiler surely knows this CPU's vector extensions, so that Inductor need not try each (seconds)."""
+    if platform.machine() not in ("x86_64", "AMD64") or not Path("/proc/cpuinfo").exists():
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    cxx = get_cpp_compiler()
+    try:
+        text = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    version = re.search(r"\b(\d+)\.\d+\.\d+", text)
+    is_gcc = "Free Software Foundation" in text
+    # GCC 11 knows AMX and AVX512-BF16, GCC 13 AMX-FP16: gcc.gnu.org/gcc-11/changes.html, gcc-13/changes.html.
+    newest = 13 if "amx_fp16" in Path("/proc/cpuinfo").read_text() else 11
+    return is_gcc and version is not None and int(version[1]) >= newest
+
+
+def _options(inputs: tuple[Tensor, ...], given: Mapping[str, Any], cuda_graphs: bool) -> dict[str, Any]:
+    options = dict(_OPTIONS)
+    devices = {x.device.type for x in inputs}
+    if "cpu" in devices and "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ and _trusted_vector_compiler():
+        options["cpp.vec_isa_ok"] = True
+    if devices == {"cuda"}:
+        options["triton.cudagraphs"] = cuda_graphs
+    options.update(given)
+    return options
+
+
+def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, Any], cuda_graphs: bool) -> CompiledGraph:
+    """Compile a traced step.
+
+    Args:
+        traced: The step.
+        route: ``"inner"`` or ``"standalone"``.
+        options: Laid over this library's options of ``torch._inductor.config``.
+        cuda_graphs: Replay as one CUDA graph where every input is on CUDA.
+
+    Raises:
+        CompileError: There is no C++ compiler, or an option does not exist.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    if any(x.device.type == "cpu" for x in traced.inputs):
+        check_compiler()
+    merged = _options(traced.inputs, options, cuda_graphs)
+    hits = counters["inductor"]["fxgraph_cache_hit"]
+    compile_route = _inner if route == "inner" else _standalone
+    try:
+        patched = config.patch(merged)
+    except (AttributeError, KeyError) as error:
+        raise CompileError(f"inductor_options: expected names of torch._inductor.config, got {error}.") from error
+    with patched, torch.no_grad():
+        run, code = compile_route(traced, bool(merged.get("triton.cudagraphs")))
+    cached = counters["inductor"]["fxgraph_cache_hit"] > hits
+    return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached)
+
+
+def _inner(traced: TracedStep, cuda_graphs: bool) -> tuple[Any, dict[str, str]]:
+    from torch._dynamo.utils import counters  # noqa: F401  (fills the counters that compile_fx_inner uses)
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    graph = traced.graph
+    kwargs: dict[str, Any] = {
+        "static_input_idxs": range(traced.spec.num_static),
+        "is_inference": True,
+        "cudagraphs": BoxedBool(cuda_graphs),
+    }
+    if cuda_graphs:
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+
+        kwargs["boxed_forward_device_index"] = BoxedDeviceIndex(traced.inputs[0].device.index or 0)
+    with tracing(TracingContext(traced.fake_mode)), V.set_fake_mode(traced.fake_mode):
+        compiled = compile_fx_inner(graph, list(traced.inputs), **kwargs)
+    code = getattr(compiled, "source_code", "")
+    return compiled, {"output_code.py": code} if isinstance(code, str) and code else {}
+
+
+def _standalone(traced: TracedStep, cuda_graphs: bool) -> tuple[Any, dict[str, str]]:
+    from torch._inductor import standalone_compile
+
+    artifact = standalone_compile(traced.graph, list(traced.inputs), dynamic_shapes="from_graph")
+
+    def run(inputs: list[Tensor]) -> object:
+        return artifact(*inputs)
+
+    return run, {}

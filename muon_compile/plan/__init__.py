@@ -1,0 +1,1 @@
+"""What the step will do, as plain data. No torch."""

@@ -1,0 +1,266 @@
+"""The step of live optimizers as one call into one compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muon_compile.config import CompileConfig
+from muon_compile.lower.backends import check_backend
+from muon_compile.plan.plan import Plan
+from muon_compile.plan.planner import make_plan
+from muon_compile.run.artifacts import write_artifacts
+from muon_compile.run.binding import Binding, Replan
+from muon_compile.run.install import Installation
+from muon_compile.run.loading import LoadHooks
+from muon_compile.run.memory import keep_temporaries
+from muon_compile.run.reading import Names, config_key, find_adapters, live_groups, name_table, read_optimizers
+from muon_compile.run.stats import StepStats
+
+Closure = Callable[[], Any]
+
+
+class CompiledStep:
+    """The compiled step of one optimizer, or of several joined. Made by ``compile_step``.
+
+    Calling it is ``optimizer.step()``: an optional closure is evaluated first, hooks of every optimizer fire, and its
+    loss is returned.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        backend: str,
+        strategy: str,
+        ns: str,
+        names: Names,
+        config: CompileConfig,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.config = config
+        self.stats = StepStats()
+        self._adapters = find_adapters(optimizers)
+        self._backend, self._strategy, self._ns = backend, strategy, ns
+        self._names = name_table(names)
+        self._binding: Binding | None = None
+        self._broken: str | None = None
+        reading = read_optimizers(self.optimizers, self._adapters, self._names)
+        check_backend(backend, {spec.device for spec in reading.specs})
+        self._make_plan(reading)  # what it refuses is refused here, before anything changes
+        if not any(p.device.type == "meta" for p in reading.params):
+            self._bind()
+        if config.keep_memory and any(spec.device.startswith("cpu") for spec in reading.specs):
+            keep_temporaries()
+        self._hooks = LoadHooks(self)
+        self._installation = Installation(self)
+
+    # -- what people look at ------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step, made from the live parameters.
+
+        Raises:
+            RuntimeError: Parameters are still on the meta device.
+        """
+        if self._binding is None:
+            self._bind()
+        assert self._binding is not None
+        return self._binding.plan
+
+    def dump(self, directory: str | Path) -> list[Path]:
+        """Write the plan, the traced graph, the backend's code and the counters as files; returns their paths.
+
+        Raises:
+            RuntimeError: The step has not been compiled yet; run one step first.
+        """
+        graphs = {} if self._binding is None else self._binding.graphs
+        if not graphs:
+            raise RuntimeError("dump: nothing is compiled yet; the step compiles when it first runs. Run a step first.")
+        return write_artifacts(Path(directory), self.plan, graphs, self.stats)
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    def __call__(self, closure: Closure | None = None) -> Any:
+        """Run one step of every optimizer, hooks included. Returns the closure's loss, if there is one."""
+        return self._installation.call(closure)
+
+    def run(self, closure: Closure | None = None) -> Any:
+        """Run one step without hooks.
+
+        Raises:
+            ValueError: A hyperparameter or a gradient that the step cannot take; nothing has changed.
+            RuntimeError: An earlier step failed inside its kernels, and no state has been loaded since.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"An earlier step failed inside its kernels ({self._broken}), so parameters and state may be half "
+                "updated. Load parameters and optimizer.load_state_dict() from a checkpoint to go on."
+            )
+        self.stats.host_launches = 0
+        groups = live_groups(self.optimizers, self._adapters)
+        hyper = [adapter.hyper(group) for adapter, group in groups]
+        binding = self._bound(groups)
+        binding.hyper.check(hyper)
+        try:
+            grads = binding.gradients()
+        except Replan:
+            binding = self._bind()
+            grads = binding.gradients()
+        if all(grad is None for grad in grads):
+            return
+        self._launch(binding, grads, hyper)
+
+    def _launch(self, binding: Binding, grads: list[Tensor | None], hyper: list[dict[str, float | Tensor]]) -> None:
+        run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
+        self.stats.recompiles += recompile
+        binding.hyper.write(hyper)
+        try:
+            run()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        self.stats.host_launches = 1
+        self.stats.steps += 1
+
+    # -- binding ------------------------------------------------------------------------------------------------
+
+    def _bound(self, groups: Sequence[tuple[Any, Mapping[str, Any]]]) -> Binding:
+        """The binding, after checking that it still is one of the live optimizers."""
+        binding = self._binding
+        if binding is None:
+            return self._bind()
+        reading = binding.reading
+        live = [p for _, group in groups for p in group["params"]]
+        same = len(live) == len(reading.params) and all(map(_is, live, reading.params))
+        sizes = tuple(len(group["params"]) for _, group in groups)
+        keys = tuple(config_key(adapter, group) for adapter, group in groups)
+        if not same or sizes != reading.group_sizes or keys != reading.config_keys:
+            return self._bind()
+        try:
+            binding.check_params()
+        except Replan:
+            return self._bind()
+        if not binding.state.is_attached():
+            self.adopt(binding.state.current())
+        return binding
+
+    def _make_plan(self, reading: Any) -> Plan:
+        return make_plan(
+            reading.specs,
+            strategy=self._strategy,
+            ns=self._ns,
+            exact=self.config.exact,
+            max_temp_bytes=self.config.max_temp_bytes,
+        )
+
+    @torch.no_grad()
+    def _bind(self) -> Binding:
+        """Read the optimizers, plan, and take their state over. An unchanged plan keeps its compiled graphs."""
+        reading = read_optimizers(self.optimizers, self._adapters, self._names)
+        if any(p.device.type == "meta" for p in reading.params):
+            raise RuntimeError(
+                "The plan needs real parameters, and some are still on the meta device; "
+                "materialize the model (model.to_empty(device=...)) first."
+            )
+        binding = Binding(self._make_plan(reading), reading, self.optimizers)
+        binding.state.adopt(binding.state.current())
+        binding.state.attach()
+        if self._binding is not None:
+            binding.take_graphs(self._binding)
+        self._binding = binding
+        return binding
+
+    def adopt(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Copy per-parameter state in, give the optimizers their views, and forget a failure."""
+        assert self._binding is not None
+        self._binding.state.adopt(states)
+        self._binding.state.attach()
+        self._broken = None
+
+    def param_views(self) -> Binding | None:
+        """The current binding, for the load hooks; None before the parameters exist."""
+        return self._binding
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Make ``optimizer.step()`` of every optimizer the compiled step."""
+        self._installation.install()
+
+    def uninstall(self) -> None:
+        """Give the stock optimizers back, each with its state in tensors of its own."""
+        self._installation.uninstall()
+        self._hooks.remove()
+        if self._binding is not None:
+            self._binding.state.release()
+            self._binding = None
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def compile_step(
+    optimizer: Optimizer,
+    *more: Optimizer,
+    backend: str = "inductor",
+    strategy: str = "auto",
+    ns: str = "auto",
+    install: bool = True,
+    names: Names = None,
+    groups: Mapping[str, str] | None = None,
+    config: CompileConfig | None = None,
+) -> CompiledStep:
+    """Compile the whole step of an optimizer into one graph, which ``optimizer.step()`` then runs with one call.
+
+    Args:
+        optimizer: ``torch.optim.Muon``, ``torch.optim.AdamW``, ``muon_compile.Muon`` or a registered one.
+        more: Further optimizers for the same graph. The joint step runs in the first one's ``step()``; the others'
+            ``step()`` is then a checked no-op.
+        backend: ``"inductor"``, or ``"aot_eager"`` to run the traced graph uncompiled.
+        strategy: How sharded matrices are made whole; on one rank ``"auto"`` and ``"local"`` are the same.
+        ns: Newton-Schulz form, ``"auto"`` or ``"standard"``.
+        install: Replace ``optimizer.step``. If False, call the returned step instead.
+        names: Parameter names, as pairs (``model.named_parameters()``) or a mapping from tensor to name. Not needed
+            where the optimizer was given named parameters.
+        groups: Process groups by mesh axis; on one rank there are none.
+        config: What is about compiling.
+
+    Returns:
+        The step. It compiles when it first runs.
+
+    Raises:
+        TypeError: No adapter knows the optimizer.
+        ValueError: A parameter, a hyperparameter or an argument that the step cannot take; nothing has changed.
+        NotImplementedError: A layout that this version cannot take.
+        CompileError: The backend cannot work here (no C++ compiler).
+    """
+    if groups:
+        raise ValueError(f"compile_step: groups: expected none on one rank, got {dict(groups)}.")
+    step = CompiledStep(
+        (optimizer, *more),
+        backend=backend,
+        strategy=strategy,
+        ns=ns,
+        names=names,
+        config=config or CompileConfig(),
+    )
+    if install:
+        step.install()
+    return step

@@ -1,0 +1,119 @@
+"""Hyperparameters as the graph's inputs: one float64 vector per device, kept at one address."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muon_compile.build.pure import HYPER_NAMES
+from muon_compile.plan.plan import Plan
+
+Entries = tuple[tuple[int, str], ...]
+
+
+def check_value(group: int, name: str, value: object, *, read_tensor: bool = False) -> None:
+    """Refuse what would poison every parameter.
+
+    Args:
+        group: Group index, for the message.
+        name: ``lr``, ``weight_decay``, ``momentum``, ``beta1`` or ``beta2``.
+        value: A number or a one-element tensor; a tensor is only read where ``read_tensor``.
+        read_tensor: Whether a synchronization is allowed.
+
+    Raises:
+        ValueError: NaN, infinite, negative, or a beta of 1 or more.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"Group {group}: {name}: expected one element, got a tensor of shape {tuple(value.shape)}."
+            )
+        if not read_tensor or value.device.type == "meta":
+            return
+        value = value.item()
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"Group {group}: {name}: expected a finite number >= 0, got {value!r}.")
+    if name.startswith("beta") and value >= 1:
+        raise ValueError(f"Group {group}: {name}: expected a number in [0, 1), got {value!r}.")
+
+
+def hyper_entries(plan: Plan) -> dict[str, Entries]:
+    """Per device, the ``(group, name)`` entries that its buckets need, in a fixed order."""
+    needed: dict[str, dict[tuple[int, str], None]] = {}
+    for bucket in plan.buckets:
+        entries = needed.setdefault(bucket.device, {})
+        for group in sorted(set(bucket.groups)):
+            for name in HYPER_NAMES[bucket.algorithm]:
+                entries[group, name] = None
+    return {device: tuple(entries) for device, entries in needed.items()}
+
+
+class HostVector:
+    """A small vector that Python writes without dispatching an operator, mirrored on a device where it must be.
+
+    The host side is pageable memory on purpose: a copy to the device has taken it over when the call returns, so the
+    next step may overwrite it while the device still works on the last one.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
+        kinds: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.bool: ctypes.c_bool}
+        self._host = torch.zeros(size, dtype=dtype)
+        self._cells = (kinds[dtype] * size).from_address(self._host.data_ptr())
+        on_host = torch.device(device).type == "cpu"
+        self.tensor = self._host if on_host else torch.zeros(size, dtype=dtype, device=device)
+        self._last: list[float | bool] | None = None
+
+    def write(self, values: Sequence[float | bool]) -> None:
+        """Make the vector hold ``values``; nothing is done where it does already."""
+        listed = list(values)
+        if listed == self._last:
+            return
+        self._cells[:] = listed
+        if self.tensor is not self._host:
+            self.tensor.copy_(self._host, non_blocking=True)
+        self._last = listed
+
+    def forget(self) -> None:
+        """Somebody else wrote to the tensor: write again next time."""
+        self._last = None
+
+
+class HyperVectors:
+    """The hyperparameter inputs of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.entries = hyper_entries(plan)
+        self._vectors = {d: HostVector(len(e), torch.float64, d) for d, e in self.entries.items()}
+        self._cells = {d: v.tensor.unbind(0) for d, v in self._vectors.items()}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One float64 vector per device, in the order of ``entries``."""
+        return [vector.tensor for vector in self._vectors.values()]
+
+    def check(self, groups: Sequence[Mapping[str, float | Tensor]]) -> None:
+        """Refuse bad numbers before anything is written.
+
+        Raises:
+            ValueError: See ``check_value``.
+        """
+        for index, values in enumerate(groups):
+            for name, value in values.items():
+                check_value(index, name, value)
+
+    def write(self, groups: Sequence[Mapping[str, float | Tensor]]) -> None:
+        """Take over every group's values; tensors are copied on their device, never read or aliased."""
+        for device, entries in self.entries.items():
+            vector = self._vectors[device]
+            values = [groups[group][name] for group, name in entries]
+            tensors = [(cell, v) for cell, v in zip(self._cells[device], values, strict=True) if isinstance(v, Tensor)]
+            if tensors:
+                vector.forget()
+            vector.write([0.0 if isinstance(v, Tensor) else float(v) for v in values])
+            for cell, value in tensors:
+                cell.copy_(value.detach().reshape(()), non_blocking=True)

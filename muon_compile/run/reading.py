@@ -1,0 +1,135 @@
+"""Read live optimizers into specs: parameters, names, algorithms, configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muon_compile.adapters import Adapter, find_adapter
+from muon_compile.layout import check_overlap, check_tensor, dtype_name
+from muon_compile.run.hyper import check_value
+from muon_compile.spec import MatrixSpec
+
+Names = Mapping[Tensor, str] | Iterable[tuple[str, Tensor]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the optimizers hold at one moment, in a fixed order: optimizer, group, parameter.
+
+    Args:
+        params: The parameters.
+        owners: Index of the optimizer of each.
+        specs: Their specs, by index.
+        config_keys: Values of every group's graph-shaping entries, by group.
+        group_sizes: Parameters per group.
+    """
+
+    params: tuple[Tensor, ...]
+    owners: tuple[int, ...]
+    specs: tuple[MatrixSpec, ...]
+    config_keys: tuple[tuple[object, ...], ...]
+    group_sizes: tuple[int, ...]
+
+
+def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) -> list[tuple[Adapter, dict[str, Any]]]:
+    """Every group of every optimizer with its adapter, in order."""
+    return [(a, group) for o, a in zip(optimizers, adapters, strict=True) for group in o.param_groups]
+
+
+def config_key(adapter: Adapter, group: Mapping[str, Any]) -> tuple[object, ...]:
+    """The group's graph-shaping entries, for a cheap comparison every step."""
+    return tuple(group.get(name) for name in adapter.config_keys)
+
+
+def name_table(names: Names) -> dict[int, str]:
+    """Names by tensor identity."""
+    if names is None:
+        return {}
+    if isinstance(names, Mapping):
+        return {id(tensor): name for tensor, name in names.items()}
+    return {id(tensor): name for name, tensor in names}
+
+
+def find_adapters(optimizers: Sequence[object]) -> list[Adapter]:
+    """One adapter per optimizer.
+
+    Raises:
+        TypeError: Something is no optimizer, or no adapter knows it.
+        ValueError: One optimizer is given twice.
+    """
+    adapters = []
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"compile_step: expected torch optimizers, got {type(optimizer).__name__}.")
+        if any(optimizer is other for other in optimizers[:index]):
+            raise ValueError("compile_step: expected distinct optimizers, got one of them twice.")
+        adapters.append(find_adapter(optimizer))
+    return adapters
+
+
+def read_optimizers(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter], names: dict[int, str]) -> Reading:
+    """Read and check everything that decides the plan.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: Something that the step cannot take; the message names the
+            parameter or the group.
+    """
+    params: list[Tensor] = []
+    owners: list[int] = []
+    specs: list[MatrixSpec] = []
+    keys: list[tuple[object, ...]] = []
+    sizes: list[int] = []
+    seen: dict[int, str] = {}
+    group_index = 0
+    for owner, (optimizer, adapter) in enumerate(zip(optimizers, adapters, strict=True)):
+        for group in optimizer.param_groups:
+            algorithm, config = adapter.algorithm(group), adapter.config(group)
+            for name, value in adapter.hyper(group).items():
+                check_value(group_index, name, value, read_tensor=True)
+            given = group.get("param_names")
+            for index, param in enumerate(group["params"]):
+                name = given[index] if given else names.get(id(param), f"{group_index}/{index}")
+                if id(param) in seen:
+                    raise ValueError(
+                        f"Parameter {name!r} is in the optimizers twice (first as {seen[id(param)]!r}); "
+                        "expected every parameter once."
+                    )
+                seen[id(param)] = name
+                check_tensor(name, param, algorithm)
+                specs.append(
+                    MatrixSpec(
+                        name=name,
+                        shape=tuple(param.shape),
+                        dtype=dtype_name(param.dtype),
+                        grad_dtype=_grad_dtype(param),
+                        device=str(param.device),
+                        algorithm=algorithm,
+                        group=group_index,
+                        config=config,
+                    )
+                )
+                params.append(param)
+                owners.append(owner)
+            keys.append(config_key(adapter, group))
+            sizes.append(len(group["params"]))
+            group_index += 1
+    check_overlap([(spec.name, param) for spec, param in zip(specs, params, strict=True)])
+    return Reading(
+        params=tuple(params),
+        owners=tuple(owners),
+        specs=tuple(specs),
+        config_keys=tuple(keys),
+        group_sizes=tuple(sizes),
+    )
+
+
+def _grad_dtype(param: Tensor) -> str:
+    if param.grad is not None and param.grad.layout == torch.strided:
+        return dtype_name(param.grad.dtype)
+    return dtype_name(param.dtype)

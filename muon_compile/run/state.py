@@ -1,0 +1,118 @@
+"""Stacked optimizer state, and its per-parameter views in ``optimizer.state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muon_compile.build.pure import init_state
+from muon_compile.plan.plan import Plan
+from muon_compile.run.reading import Reading
+
+ParamState = Mapping[str, Any]
+
+
+class StateStore:
+    """The state of a plan, bound to the parameters of a reading.
+
+    ``optimizer.state[p]`` holds views: what the graph writes is seen there at once, and in-place changes there are seen
+    by the graph.
+    """
+
+    def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
+        self.plan, self.reading, self.optimizers = plan, reading, list(optimizers)
+        self.stacked = init_state(plan, reading.params)
+        self.views: list[dict[str, Tensor]] = [{} for _ in reading.params]
+        for bucket in plan.buckets:
+            for name, tensor in self.stacked[bucket.name].items():
+                for index, view in zip(bucket.params, tensor.unbind(0), strict=True):
+                    self.views[index][name] = view
+        self._known: list[Any] = [None] * len(self.optimizers)
+
+    @property
+    def inputs(self) -> tuple[tuple[tuple[int, str], Tensor], ...]:
+        """Bucket index, state name and tensor of every stacked tensor, in a fixed order."""
+        return tuple(
+            ((index, name), tensor)
+            for index, bucket in enumerate(self.plan.buckets)
+            for name, tensor in self.stacked[bucket.name].items()
+        )
+
+    def is_attached(self) -> bool:
+        """Whether the optimizers still hold the state dicts that were given to them (constant cost)."""
+        return all(
+            optimizer.state is known and len(optimizer.state) >= count
+            for optimizer, (known, count) in zip(self.optimizers, self._known, strict=True)
+        )
+
+    def check(self, index: int, given: ParamState) -> None:
+        """Refuse state that does not fit a parameter.
+
+        Raises:
+            ValueError: A shape differs, or an entry is missing; names the parameter.
+        """
+        spec = self.reading.specs[index]
+        if not given:
+            return
+        for name, view in self.views[index].items():
+            if name not in given:
+                hint = "missing entries are only taken as zero when all of them are missing."
+                raise ValueError(f"State of {spec.name!r}: expected {list(self.views[index])}, got no {name!r}; {hint}")
+            value = given[name]
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            fits = shape == tuple(view.shape) or (name == "step" and shape in ((), (1,)))
+            if not fits:
+                raise ValueError(f"State of {spec.name!r}: {name}: expected shape {tuple(view.shape)}, got {shape}.")
+
+    @torch.no_grad()
+    def adopt(self, states: Sequence[ParamState]) -> None:
+        """Copy per-parameter state into the stacked tensors; a parameter without any starts from zero.
+
+        Raises:
+            ValueError: Something does not fit; nothing has been copied then.
+        """
+        for index, given in enumerate(states):
+            self.check(index, given)
+        for views, given in zip(self.views, states, strict=True):
+            for name, view in views.items():
+                value = given.get(name)
+                if value is None:
+                    view.zero_()
+                elif isinstance(value, Tensor):
+                    if value is not view:
+                        view.copy_(value.detach().reshape(view.shape))
+                else:
+                    view.fill_(float(value))
+
+    def current(self) -> list[ParamState]:
+        """What the optimizers hold now, by parameter."""
+        found = []
+        for param, owner in zip(self.reading.params, self.reading.owners, strict=True):
+            found.append(self.optimizers[owner].state.get(param) or {})
+        return found
+
+    def attach(self) -> None:
+        """Give the optimizers the views, keeping entries of theirs that the step does not know."""
+        for param, owner, views in zip(self.reading.params, self.reading.owners, self.views, strict=True):
+            state = self.optimizers[owner].state
+            state[param] = {**views, **{k: v for k, v in state.get(param, {}).items() if k not in views}}
+        counts = [self.reading.owners.count(owner) for owner in range(len(self.optimizers))]
+        self._known = [(o.state, n) for o, n in zip(self.optimizers, counts, strict=True)]
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give the optimizers tensors of their own, as the stock optimizer would have made them."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                on_device = bool(group.get("capturable") or group.get("fused"))
+                for param in group["params"]:
+                    entry = optimizer.state.get(param, {})
+                    for name, value in list(entry.items()):
+                        if not isinstance(value, Tensor):
+                            continue
+                        own = value.detach().clone()
+                        entry[name] = own.cpu() if name == "step" and not on_device else own

@@ -1,0 +1,41 @@
+"""What a compiled step did, counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class StepStats:
+    """Counters of a compiled step.
+
+    Args:
+        graphs: Compiled graphs in use: one for all gradients present, one more once any was missing.
+        graph_breaks: Breaks inside a step: compiled segments per step less one.
+        recompiles: Compiles of a graph that had been compiled before, each because the plan changed.
+        compiles: All compiles.
+        cached: Compiles that the backend answered from its disk cache.
+        compile_seconds: Wall time of tracing and compiling, in seconds.
+        host_launches: Calls from the host into compiled code during the last step.
+        steps: Steps that ran a graph.
+        collectives: Collectives per step.
+        bytes: Payload per rank and step, in bytes.
+        fx_nodes: Nodes of the last traced graph.
+    """
+
+    graphs: int = 0
+    graph_breaks: int = 0
+    recompiles: int = 0
+    compiles: int = 0
+    cached: int = 0
+    compile_seconds: float = 0.0
+    host_launches: int = 0
+    steps: int = 0
+    collectives: int = 0
+    bytes: int = 0
+    fx_nodes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
