@@ -141,6 +141,7 @@ class MuonConfig:
         if self.eps != "relative":
             ok = _is_finite(self.eps) and float(self.eps or 0.0) >= 0.0
             _expect(me, "eps", self.eps, "a finite number >= 0 or 'relative'", ok)
+            object.__setattr__(self, "eps", float(self.eps or 0.0))
         self._check_coefficients(me)
         self._check_blocks(me)
 
@@ -148,6 +149,11 @@ class MuonConfig:
         given = self.coefficients
         if isinstance(given, str):
             _choice(me, "coefficients", given, get_args(CoefficientName))
+            if given == "you" and self.ns_steps != 5:
+                raise ValueError(
+                    f"MuonConfig.ns_steps: coefficients='you' is a table of 5 steps, got ns_steps={self.ns_steps}; "
+                    "expected ns_steps=5, or one triple per step."
+                )
             return
         what = "a known name, (a, b, c), or one (a, b, c) per step"
         _expect(me, "coefficients", given, what, isinstance(given, (tuple, list)) and len(given) > 0)
@@ -195,6 +201,7 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         _expect("AdamWConfig", "eps", self.eps, "a finite number >= 0", _is_finite(self.eps) and self.eps >= 0)
+        object.__setattr__(self, "eps", float(self.eps))
         _choice("AdamWConfig", "amsgrad", self.amsgrad, (True, False))
         _choice("AdamWConfig", "maximize", self.maximize, (True, False))
 
@@ -231,5 +238,6 @@ class CompileConfig:
         _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
         _choice(me, "cuda_graphs", self.cuda_graphs, (True, False))
         _choice(me, "keep_memory", self.keep_memory, (True, False))
+        _expect(me, "inductor_options", self.inductor_options, "a mapping", isinstance(self.inductor_options, Mapping))
         ok = _is_positive_int(self.max_temp_bytes)
         _expect(me, "max_temp_bytes", self.max_temp_bytes, "a positive number of bytes", ok)

@@ -27,6 +27,10 @@ def check_tensor(name: str, tensor: object, algorithm: str) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Parameter {name!r}: expected a torch.Tensor, got {type(tensor).__name__}.")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"Parameter {name!r}: expected a parameter with a shape, got a lazy one; run the model once before."
+        )
     placements = getattr(tensor, "placements", None)
     if placements is not None:
         raise NotImplementedError(
@@ -56,14 +60,13 @@ def check_overlap(named: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         ValueError: Two parameters overlap; names both.
     """
-    spans: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
     for name, tensor in named:
         if tensor.device.type == "meta" or tensor.numel() == 0:
             continue
-        storage = tensor.untyped_storage().data_ptr()
         start = tensor.data_ptr()
         span = (start, start + tensor.numel() * tensor.element_size(), name)
-        spans.setdefault((str(tensor.device), storage), []).append(span)
+        spans.setdefault(str(tensor.device), []).append(span)
     for found in spans.values():
         found.sort()
         for (_, end, first), (start, _, second) in itertools.pairwise(found):

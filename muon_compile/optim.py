@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from muon_compile.config import AdamWConfig, CompileConfig, MuonConfig
 from muon_compile.layout import check_tensor
-from muon_compile.run.compiled_step import CompiledStep, compile_step
+from muon_compile.run.compiled_step import CompiledStep
 from muon_compile.run.hyper import check_value
 
 _CONFIGS: dict[str, type[MuonConfig] | type[AdamWConfig]] = {"muon": MuonConfig, "adamw": AdamWConfig}
@@ -74,19 +74,51 @@ class Muon(Optimizer):
         self._backend, self._compile_config = backend, compile_config
         self._compiled: CompiledStep | None = None
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._register_config_hooks()
+        self._check()
+
+    def _register_config_hooks(self) -> None:
         self.register_state_dict_post_hook(_plain_configs)
         self.register_load_state_dict_pre_hook(_real_configs)
+
+    def _check(self) -> None:
+        """Plan right away where the parameters exist, so that bad input is refused here and state is there to save."""
+        if not any(p.device.type == "meta" for group in self.param_groups for p in group["params"]):
+            _ = self.compiled
 
     @property
     def compiled(self) -> CompiledStep:
         """The compiled step: its ``plan``, ``stats`` and ``dump``."""
         if self._compiled is None:
-            self._compiled = compile_step(self, backend=self._backend, install=False, config=self._compile_config)
+            # Whether a compiler is there is asked when it is needed: compile_step may still choose another backend.
+            self._compiled = CompiledStep(
+                (self,),
+                backend=self._backend,
+                strategy="auto",
+                ns="auto",
+                names=None,
+                config=self._compile_config or CompileConfig(),
+                check_compiler=False,
+            )
         return self._compiled
+
+    def accept_compiled_step(self, step: CompiledStep | None) -> None:
+        """Take a step that ``compile_step`` made for this optimizer; None: make one of its own when next needed."""
+        self._compiled = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step; compiles at the first call. Returns the closure's loss, if there is one."""
         return self.compiled.run(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer``'s; complete from the start, with configs as plain dicts."""
+        self._check()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``'s, but momentum keeps its configured dtype."""
+        self._check()
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its numbers and parameters are checked before anything changes."""
@@ -102,21 +134,38 @@ class Muon(Optimizer):
                 f"Muon: a group of algorithm={algorithm!r} takes config={expected.__name__}(...), "
                 f"got {type(group['config']).__name__}."
             )
+        if "flatten" in group and algorithm != "muon":
+            raise ValueError("Muon: flatten: expected in groups of algorithm='muon' only, got it in one of 'adamw'.")
         if "flatten" in group:
             group["config"] = dataclasses.replace(group["config"], flatten=group.pop("flatten"))
         index = len(self.param_groups)
         numbers: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay", "momentum") if n in group}
         if algorithm == "adamw":
-            numbers["beta1"], numbers["beta2"] = group["betas"]
+            betas = group["betas"]
+            if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+                raise ValueError(f"Muon: betas: expected two numbers, got {betas!r}.")
+            numbers["beta1"], numbers["beta2"] = betas
         for name, value in numbers.items():
             check_value(index, name, value, read_tensor=True)
+        taken = {id(p): n for g in self.param_groups for p, n in zip(g["params"], _names(g), strict=True)}
         params = group["params"]
         group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
         for number, entry in enumerate(params):
             named = isinstance(entry, tuple)
             name, tensor = entry if named else (f"{index}/{number}", entry)
             check_tensor(name, tensor, algorithm)
+            if id(tensor) in taken:
+                raise ValueError(
+                    f"Parameter {name!r} is given twice (first as {taken[id(tensor)]!r}); expected it once."
+                )
+            taken[id(tensor)] = name
         super().add_param_group(group)
+        if self._compiled is not None:
+            try:
+                self._compiled.rebind()
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle compiles anew: graphs belong to the parameters they were bound to.
@@ -125,7 +174,14 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_compiled", None)
+        if "_compiled" not in self.__dict__:  # a copy or a pickle; load_state_dict comes by here too
+            self._compiled = None
+            self._register_config_hooks()
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    names: list[str] = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+    return names
 
 
 def _plain_configs(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -139,6 +195,11 @@ def _real_configs(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = []
     for group in state_dict["param_groups"]:
         config = group.get("config")
+        if group.get("algorithm") not in _CONFIGS or config is None:
+            raise ValueError(
+                "Muon.load_state_dict: expected a state dict of muon_compile.Muon, whose groups have 'algorithm' and "
+                f"'config', got a group with {sorted(k for k in group if k != 'params')}."
+            )
         if isinstance(config, dict):
             group = {**group, "config": _CONFIGS[group["algorithm"]](**config)}
         groups.append(group)

@@ -18,7 +18,10 @@ from muon_compile.spec import Algorithm
 
 # What people call the layer that makes logits; matched against a module's own name.
 _HEADS = ("lm_head", "head", "output_head", "unembed", "unembedding", "classifier", "score", "logits", "output_proj")
-_EMBEDDING_WORDS = re.compile(r"emb|(^|[._])(wte|wpe|pos|cls_token|mask_token)($|[._\d])", re.IGNORECASE)
+# A word of a parameter's own name or its module's, between dots, underscores and digits.
+_EMBEDDING_WORDS = re.compile(
+    r"(^|[._\d])(emb|embed|embeds|embedding|embeddings|wte|wpe|pos|cls_token|mask_token)($|[._\d])", re.IGNORECASE
+)
 _FLAT_CONVS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
@@ -54,6 +57,8 @@ def route(
     Raises:
         ValueError: Nothing is left for Muon, or a pattern matches no parameter.
     """
+    muon = (muon,) if isinstance(muon, str) else muon
+    adamw = (adamw,) if isinstance(adamw, str) else adamw
     routed = list(_decide(model, muon, adamw))
     for pattern in (*muon, *adamw):
         if not any(fnmatchcase(item.name, pattern) for item in routed):
@@ -78,6 +83,13 @@ def _decide(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> Iter
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     heads = _head_weights(model)
     first_names: dict[int, str] = {}
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(tensor), []).append(name)
+
+    def named_by(patterns: Sequence[str], tensor: Tensor) -> bool:
+        return any(fnmatchcase(alias, pattern) for alias in aliases[id(tensor)] for pattern in patterns)
+
     for module_name, module in model.named_modules():
         for own_name, tensor in module.named_parameters(recurse=False):
             name = f"{module_name}.{own_name}" if module_name else own_name
@@ -90,9 +102,9 @@ def _decide(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> Iter
             if not tensor.requires_grad:
                 yield Routed(name=name, tensor=tensor, algorithm=None, reason="frozen (requires_grad=False), left out")
                 continue
-            if any(fnmatchcase(name, pattern) for pattern in muon):
+            if named_by(muon, tensor):
                 algorithm, reason = "muon", "named by muon="
-            elif any(fnmatchcase(name, pattern) for pattern in adamw):
+            elif named_by(adamw, tensor):
                 algorithm, reason = "adamw", "named by adamw="
             yield Routed(
                 name=name,
@@ -110,7 +122,7 @@ def _rule(name: str, tensor: Tensor, module: nn.Module, embedded: set[int], head
         return "adamw", kind
     if "norm" in type(module).__name__.lower():
         return "adamw", "norm"
-    if id(tensor) in embedded or _EMBEDDING_WORDS.search(name):
+    if id(tensor) in embedded or _EMBEDDING_WORDS.search(".".join(name.split(".")[-2:])):
         return "adamw", "embedding (tied head)" if id(tensor) in heads else "embedding"
     if id(tensor) in heads:
         return "adamw", "output head"

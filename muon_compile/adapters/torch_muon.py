@@ -27,7 +27,10 @@ class TorchMuonAdapter:
         adjust = group["adjust_lr_fn"]
         if adjust not in scales:
             raise ValueError(f"torch.optim.Muon: adjust_lr_fn: expected one of {list(scales)}, got {adjust!r}.")
-        a, b, c = group["ns_coefficients"]
+        given = group["ns_coefficients"]
+        if not isinstance(given, (tuple, list)) or len(given) != 3:
+            raise ValueError(f"torch.optim.Muon: ns_coefficients: expected three numbers, got {given!r}.")
+        a, b, c = given
         return MuonConfig(
             preset="torch",
             nesterov=bool(group["nesterov"]),

@@ -11,34 +11,40 @@ from muon_compile.config import AdamWConfig
 
 
 def adamw_update(
-    grad: Tensor, state: Mapping[str, Tensor], hyper: Mapping[str, Tensor], config: AdamWConfig
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    hyper: Mapping[str, Tensor],
+    config: AdamWConfig,
+    mask: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """New moments, and what is added to the parameters (lr included, decay not).
 
     Args:
-        grad: ``[B, ...]``.
+        grad: ``[B, ...]``; zero where the mask is False.
         state: ``exp_avg`` and ``exp_avg_sq`` ``[B, ...]``, ``step`` ``[B]`` (steps done), with amsgrad also
             ``max_exp_avg_sq``.
         hyper: ``lr``, ``beta1``, ``beta2``: 0-d or ``[B]``, float64.
         config: Its ``eps``, ``amsgrad`` and ``maximize``.
+        mask: ``[B]`` bool; where it is False the state keeps its value, by its coefficients, and the update is zero.
 
     Returns:
         The new state and the update ``[B, ...]``, in float32 or better. The caller rounds the moments.
     """
     dims = (-1,) + (1,) * (grad.dim() - 1)
-    step = state["step"] + 1
     beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    step = state["step"] + (1 if mask is None else mask.to(state["step"].dtype))
     wide = torch.promote_types(torch.promote_types(grad.dtype, state["exp_avg"].dtype), torch.float32)
 
-    def column(value: Tensor) -> Tensor:
+    def column(value: Tensor, absent: float) -> Tensor:
+        value = value if mask is None else torch.where(mask, value, absent)
         value = value.to(wide)
         return value if value.dim() == 0 else value.view(dims)
 
     g = grad.to(wide)
     g = -g if config.maximize else g
     first = state["exp_avg"].to(wide)
-    first = first + column(1 - beta1) * (g - first)
-    second = column(beta2) * state["exp_avg_sq"].to(wide) + column(1 - beta2) * (g * g)
+    first = first + column(1 - beta1, 0.0) * (g - first)
+    second = column(beta2, 1.0) * state["exp_avg_sq"].to(wide) + column(1 - beta2, 0.0) * (g * g)
     new = {"exp_avg": first, "exp_avg_sq": second, "step": step}
     if config.amsgrad:
         second = torch.maximum(state["max_exp_avg_sq"].to(wide), second)
@@ -47,5 +53,5 @@ def adamw_update(
     count = step.to(beta1.dtype)
     size = hyper["lr"] / (1 - beta1**count)
     root = (1 - beta2**count).sqrt()
-    update = -column(size) * (first / (second.sqrt() / column(root) + config.eps))
+    update = -column(size, 0.0) * (first / (second.sqrt() / column(root, 1.0) + config.eps))
     return new, update

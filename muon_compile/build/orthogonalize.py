@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muon_compile.build.coefficients import schedule
-from muon_compile.build.opaque import opaque_normalize
+from muon_compile.build.opaque import matrix_norm, opaque_newton_schulz, opaque_normalize
 from muon_compile.config import MuonConfig
 
 # Below this a Frobenius norm of float32 entries has lost its digits to underflow (squares under 1e-38).
@@ -44,7 +44,7 @@ def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype) -> Tensor:
     # Round once, here: both passes below then read the narrow tensor, and the norm is of what the products see. float16
     # has too little range for that.
     x = x if dtype == torch.float16 else x.to(dtype)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    norm = matrix_norm(x)
     if config.eps == "relative":
         norm = norm.clamp(min=_TINY)
     else:
@@ -52,7 +52,7 @@ def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype) -> Tensor:
         norm = norm.clamp(min=config.eps) if config.eps_mode == "clamp" else norm + config.eps
         if config.eps == 0.0:
             norm = torch.where(norm > 0, norm, 1.0)
-    result: Tensor = (x.to(wide) / norm).to(dtype)
+    result: Tensor = (x / norm).to(dtype)
     return result
 
 
@@ -79,7 +79,7 @@ def orthogonalize(update: Tensor, config: MuonConfig, *, exact: bool = False) ->
     Args:
         update: ``[B, m, n]``, any floating dtype.
         config: The group's mathematics.
-        exact: Normalize with the roundings of ``torch.optim.Muon``.
+        exact: Take ``torch.optim.Muon``'s own operators and roundings.
 
     Returns:
         ``[B, m, n]`` of the products' dtype.
@@ -89,8 +89,7 @@ def orthogonalize(update: Tensor, config: MuonConfig, *, exact: bool = False) ->
     x = update.mT if tall else update
     if exact:
         assert isinstance(config.eps, float)
-        x = opaque_normalize(x.to(dtype), config.eps)
+        x = opaque_newton_schulz(opaque_normalize(x.to(dtype), config.eps), schedule(config))
     else:
-        x = normalize(x, config, dtype)
-    x = newton_schulz(x, config)
+        x = newton_schulz(normalize(x, config, dtype), config)
     return x.mT if tall else x

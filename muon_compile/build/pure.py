@@ -128,6 +128,7 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
                 torch.zeros_like(p, dtype=getattr(torch, s.grad_dtype or s.dtype)) if g is None else g
                 for p, g, s in zip(listed, gradients, plan.specs, strict=True)
             ]
+        _check_state(plan, state)
         boundary = _PureBoundary(listed, state, gradients)
         run_step(plan, boundary, _as_hyper(plan, hyper, listed[0].device), presence)
         if isinstance(params, Mapping):
@@ -152,6 +153,18 @@ def _as_list(plan: Plan, given: Any, what: str, *, optional: bool = False) -> li
         if tensor is not None and tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{what}: {spec.name!r}: expected shape {spec.shape}, got {tuple(tensor.shape)}.")
     return listed
+
+
+def _check_state(plan: Plan, state: Mapping[str, BucketState]) -> None:
+    for bucket in plan.buckets:
+        given = state.get(bucket.name)
+        for name, (shape, _) in bucket_state_shapes(bucket).items():
+            got = None if given is None or name not in given else tuple(given[name].shape)
+            if got != shape:
+                raise ValueError(
+                    f"state: {bucket.name!r}: {name}: expected a tensor of shape {shape}, got {got}; "
+                    "make the state with init_state(plan)."
+                )
 
 
 def _as_hyper(plan: Plan, given: Any, device: torch.device) -> list[dict[str, Tensor]]:

@@ -75,7 +75,7 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, hyper: Hyper, presence
         assert update is not None
         if mask is not None:
             decay = torch.where(mask, decay, 1.0)
-            update = torch.where(_columns(mask, update), update, 0.0)
+            step_size = torch.where(mask, 1.0 if step_size is None else step_size, 0.0).to(decay.dtype)
         boundary.apply(bucket, update, decay, step_size)
 
 
@@ -93,9 +93,10 @@ def _muon_direction(
     old = state["momentum_buffer"]
     mu = _column(hyper, bucket, "momentum")
     form = exact_direction if plan.exact else direction
-    new, update = form(grad, old, _columns(mu, grad), config)
-    if mask is not None:
-        new = torch.where(_columns(mask, new), new, old.to(new.dtype))
+    new, update = form(grad, old, _columns(mu, grad), config, None if mask is None else _columns(mask, grad))
+    if config.eps != "relative" and config.ns_dtype != "float16":
+        # Rounded before the store, so that a backend reads momentum and gradient once for both.
+        update = update.to(getattr(torch, config.ns_dtype))
     boundary.store(bucket, "momentum_buffer", new)
     return update.reshape(bucket.size * view.stacks, view.rows, view.cols)
 
@@ -110,10 +111,8 @@ def _adamw(
 ) -> Tensor:
     assert isinstance(bucket.config, AdamWConfig)
     values = {name: _column(hyper, bucket, name) for name in ("lr", "beta1", "beta2")}
-    new, update = adamw_update(grad, state, values, bucket.config)
+    new, update = adamw_update(grad, state, values, bucket.config, mask)
     for name, value in new.items():
-        if mask is not None:
-            value = torch.where(_columns(mask, value), value, state[name].to(value.dtype))
         boundary.store(bucket, name, value)
     return update
 

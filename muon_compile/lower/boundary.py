@@ -37,11 +37,15 @@ def _apply_cpu(params: list[Tensor], update: Tensor, decay: Tensor, step_size: T
     rows = list(update.unbind(0))
     decays = _factors(decay, len(params))
     sizes = [1.0] * len(params) if step_size is None else _factors(step_size, len(params))
-    if params[0].numel() < _LARGE_NUMEL and len(set(decays)) == 1 and len(set(sizes)) == 1:
+    # The list operators round a factor to the parameters' dtype first; mul_ and add_ take it in float32.
+    wide = params[0].dtype in (torch.float32, torch.float64)
+    if wide and params[0].numel() < _LARGE_NUMEL and len(set(decays)) == 1 and len(set(sizes)) == 1:
         torch._foreach_mul_(params, decays[0])
         torch._foreach_add_(params, rows, alpha=sizes[0])
         return
     for param, row, factor, size in zip(params, rows, decays, sizes, strict=True):
+        if factor == 1.0 and size == 0.0:
+            continue  # nothing to do: no gradient, or lr 0; not even the sign of a zero may change
         param.mul_(factor).add_(row, alpha=size)
 
 
@@ -96,6 +100,9 @@ def apply_(params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: T
         delta = delta * (size if size.dim() == 0 else size.view(-1, *(1,) * first.dim()))
     if len(params) == 1:
         factor = decay.reshape(()).to(wide)
-        first.copy_(first.to(wide) * factor + delta.squeeze(0))
+        new = first.to(wide) * factor + delta.squeeze(0)
+        if step_size is not None and step_size.dim() == 1:  # a mask is in it: 0 where there is no gradient
+            new = torch.where((step_size != 0).reshape(()), new, first.to(wide))
+        first.copy_(new)
         return
     torch.ops.muon_compile.apply_(list(params), delta.to(first.dtype), decay.to(wide), None)

@@ -23,20 +23,32 @@ def found_collectives(traced: TracedStep) -> list[str]:
 
 
 def written_inputs(traced: TracedStep) -> set[str]:
-    """Names of the inputs that the graph writes."""
+    """Names of the inputs that the graph writes, directly, through a view, or by ``out=``."""
+    roots: dict[Node, Node] = {}
     written: set[str] = set()
     for node in traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            roots[node] = node
         if node.op != "call_function":
             continue
         schema = getattr(node.target, "_schema", None)
-        if schema is None:
+        if schema is None:  # operator.getitem of a list of views
+            first = node.args[0] if node.args else None
+            if isinstance(first, Node) and first in roots:
+                roots[node] = roots[first]
             continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+        returns_alias = any(result.alias_info is not None for result in schema.returns)
+        for position, argument in enumerate(schema.arguments):
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            if argument.alias_info is None or value is None:
                 continue
             for target in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(target, Node) and target.op == "placeholder":
-                    written.add(target.name)
+                if not isinstance(target, Node) or target not in roots:
+                    continue
+                if argument.alias_info.is_write:
+                    written.add(roots[target].name)
+                if returns_alias:
+                    roots[node] = roots[target]
     return written
 
 

@@ -6,7 +6,9 @@ own (private) entry, which costs about half of ``torch.compile``. ``standalone``
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
 import logging
 import os
 import platform
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from muon_compile.lower.compiled import CompiledGraph, CompileError
 from muon_compile.lower.trace import TracedStep
@@ -28,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 # decided per graph, and ranks whose graphs differ would deadlock.
 _OPTIONS: dict[str, Any] = {
     "size_asserts": False,
+    # Round where the traced operators round, as eager does, instead of keeping float32 through a fused chain.
+    "emulate_precision_casts": True,
     "reorder_for_compute_comm_overlap": False,
     "bucket_all_gathers_fx": "none",
     "bucket_reduce_scatters_fx": "none",
@@ -38,12 +43,60 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_LIB = torch.library.Library("muon_compile", "FRAGMENT")
+_LIB.define("fence_(Tensor(a!) x) -> ()")
+
+
+def _fence(x: Tensor) -> None:
+    """Nothing: what comes before it and what comes after it are different kernels."""
+
+
+_LIB.impl("fence_", _fence, "CompositeExplicitAutograd")
+torch.library.register_fake("muon_compile::fence_", _fence, lib=_LIB)
+
+
+def _matrix_norm(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        # torch 2.13's C++ backend fails (KeyError in LoopBody.get_read_expr) where a reduction shares its outer loop
+        # with the in-place write of a momentum that has per-matrix hyperparameters. The fence keeps them apart.
+        torch.ops.muon_compile.fence_(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * wide).sum(dim=(-2, -1), keepdim=True).sqrt().to(x.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def operators_fingerprint() -> bytes:
+    """Hash of the files that define this library's operators.
+
+    Inductor's cache key has an operator's name, not what it does or how it lays its result out. Without this an upgrade
+    of the library would run kernels that were compiled for the operators of before.
+    """
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for name in ("build/opaque.py", "lower/boundary.py", "lower/inductor.py"):
+        digest.update((root / name).read_bytes())
+    return digest.digest()
+
+
+def _key_pass() -> Any:
+    """A graph pass that changes nothing and puts the fingerprint into Inductor's cache key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class KeyPass(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            return None
+
+        def uuid(self) -> bytes:
+            return operators_fingerprint()
+
+    return KeyPass()
+
+
 def decompositions() -> Mapping[Any, Any]:
-    """Inductor's own decomposition table."""
+    """Inductor's own decomposition table, and this library's operators that it can fuse."""
     from torch._inductor.decomposition import select_decomp_table
 
-    table: Mapping[Any, Any] = select_decomp_table()
-    return table
+    return {**select_decomp_table(), torch.ops.muon_compile.matrix_norm.default: _matrix_norm}
 
 
 def check_compiler() -> None:
@@ -85,7 +138,7 @@ def _trusted_vector_compiler() -> bool:
 
 
 def _options(inputs: tuple[Tensor, ...], given: Mapping[str, Any], cuda_graphs: bool) -> dict[str, Any]:
-    options = dict(_OPTIONS)
+    options = {**_OPTIONS, "post_grad_custom_pre_pass": _key_pass()}
     devices = {x.device.type for x in inputs}
     if "cpu" in devices and "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ and _trusted_vector_compiler():
         options["cpp.vec_isa_ok"] = True
@@ -115,24 +168,31 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
     merged = _options(traced.inputs, options, cuda_graphs)
     hits = counters["inductor"]["fxgraph_cache_hit"]
     compile_route = _inner if route == "inner" else _standalone
-    try:
-        patched = config.patch(merged)
-    except (AttributeError, KeyError) as error:
-        raise CompileError(f"inductor_options: expected names of torch._inductor.config, got {error}.") from error
-    with patched, torch.no_grad():
+    unknown = [name for name in merged if not _has_option(config, name)]
+    if unknown:
+        raise CompileError(f"inductor_options: expected names of torch._inductor.config, got {unknown}.")
+    with config.patch(merged), torch.no_grad():
         run, code = compile_route(traced, bool(merged.get("triton.cudagraphs")))
     cached = counters["inductor"]["fxgraph_cache_hit"] > hits
     return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached)
 
 
+def _has_option(config: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True
+
+
 def _inner(traced: TracedStep, cuda_graphs: bool) -> tuple[Any, dict[str, str]]:
-    from torch._dynamo.utils import counters  # noqa: F401  (fills the counters that compile_fx_inner uses)
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
 
-    graph = traced.graph
+    # Inductor rewrites what it compiles; the traced graph stays as it was, for checks and dumps.
+    graph = GraphModule(traced.graph, copy.deepcopy(traced.graph.graph))
     kwargs: dict[str, Any] = {
         "static_input_idxs": range(traced.spec.num_static),
         "is_inference": True,
@@ -151,7 +211,8 @@ def _inner(traced: TracedStep, cuda_graphs: bool) -> tuple[Any, dict[str, str]]:
 def _standalone(traced: TracedStep, cuda_graphs: bool) -> tuple[Any, dict[str, str]]:
     from torch._inductor import standalone_compile
 
-    artifact = standalone_compile(traced.graph, list(traced.inputs), dynamic_shapes="from_graph")
+    graph = GraphModule(traced.graph, copy.deepcopy(traced.graph.graph))
+    artifact = standalone_compile(graph, list(traced.inputs), dynamic_shapes="from_graph")
 
     def run(inputs: list[Tensor]) -> object:
         return artifact(*inputs)

@@ -150,5 +150,5 @@ def trace_step(
     for node, name in zip(graph.graph.find_nodes(op="placeholder"), spec.names, strict=True):
         node._rename(name)
         node.target = node.name
-    graph.recompile()
+    graph = GraphModule(graph, graph.graph, class_name="MuonStep")
     return TracedStep(graph=graph, inputs=fakes, spec=spec, fake_mode=mode)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from muon_compile.config import MuonConfig
 from muon_compile.plan.plan import Bucket, Plan
 
 WIDTH = 120
@@ -18,7 +20,7 @@ def describe_plan(plan: Plan) -> str:
     """Render buckets, Newton-Schulz batches and totals as text of at most 120 columns."""
     sink = io.StringIO()
     console = Console(file=sink, width=WIDTH, color_system=None, highlight=False, soft_wrap=False)
-    console.print(_headline(plan), markup=False)
+    console.print(Text(_headline(plan)))
     console.print(_buckets_table(plan))
     if plan.batches:
         console.print(_batches_table(plan))
@@ -43,44 +45,54 @@ def _names(plan: Plan, bucket: Bucket) -> str:
     return ", ".join(names[:2]) + (f", ... {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _buckets_table(plan: Plan) -> Table:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
+    """A table whose last column gives way first: the others keep their whole text where it fits at all."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("bucket", "B", "shape", "dtype", "state", "device", "groups", "parameters"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, justify="right" if name == "B" else "left")
+    widths = [min(36, max(map(len, cells))) for cells in zip(headings, *rows, strict=True)][:-1]
+    # SIMPLE_HEAD puts an edge on both sides, and a space and a divider after every column but the last.
+    widths.append(max(12, WIDTH - 2 - sum(width + 3 for width in widths)))
+    for heading, width in zip(headings, widths, strict=True):
+        justify: Literal["right", "left"] = "right" if heading in right else "left"
+        table.add_column(heading, overflow="ellipsis", no_wrap=True, justify=justify, max_width=width)
+    for row in rows:
+        table.add_row(*[Text(cell.encode("unicode_escape").decode() if "\n" in cell else cell) for cell in row])
+    return table
+
+
+def _buckets_table(plan: Plan) -> Table:
+    rows = []
     for bucket in plan.buckets:
         dtype = bucket.dtype if bucket.dtype == bucket.grad_dtype else f"{bucket.dtype} (grad {bucket.grad_dtype})"
-        groups = ",".join(str(g) for g in sorted(set(bucket.groups)))
+        groups = sorted(set(bucket.groups))
+        shown = ",".join(map(str, groups)) if len(groups) <= 4 else f"{groups[0]}..{groups[-1]}"
         shape = "x".join(map(str, bucket.shape)) or "scalar"
-        row = (bucket.name, str(bucket.size), shape, dtype, bucket.state_dtype, bucket.device, groups)
-        table.add_row(*row, _escape(_names(plan, bucket)))
-    return table
+        row = (bucket.name, str(bucket.size), shape, dtype, bucket.state_dtype, bucket.device, shown)
+        rows.append((*row, _names(plan, bucket)))
+    headings = ("bucket", "B", "shape", "dtype", "state", "device", "groups", "parameters")
+    return _table(headings, rows, right=("B",))
 
 
 def _batches_table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("batch", "B", "m x n", "form", "dtype", "steps", "coefficients", "scale", "GFLOP", "from", "reason"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, justify="right" if name in ("B", "GFLOP") else "left")
+    rows = []
     for batch in plan.batches:
         config = batch.config
-        assert isinstance(config, MuonConfig)
         given = config.coefficients
         coefficients = given if isinstance(given, str) else "custom"
-        sources = ",".join(dict.fromkeys(plan.buckets[piece.bucket].name for piece in batch.pieces))
-        table.add_row(
-            batch.name,
-            str(batch.num_matrices),
-            f"{batch.rows} x {batch.cols}",
-            batch.form,
-            config.ns_dtype,
-            str(config.ns_steps),
-            coefficients,
-            str(config.scale),
-            f"{batch.flops / 1e9:.3f}",
-            sources,
-            batch.reason,
-        )
-    return table
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+        sources = list(dict.fromkeys(plan.buckets[piece.bucket].name for piece in batch.pieces))
+        what = (batch.name, str(batch.num_matrices), f"{batch.rows} x {batch.cols}", batch.form, config.ns_dtype)
+        how = (str(config.ns_steps), coefficients, str(config.scale), f"{batch.flops / 1e9:.3f}")
+        rows.append((*what, *how, ",".join(sources), batch.reason))
+    headings = (
+        "batch",
+        "B",
+        "m x n",
+        "form",
+        "dtype",
+        "steps",
+        "coefficients",
+        "scale",
+        "GFLOP",
+        "from",
+        "why this form",
+    )
+    return _table(headings, rows, right=("B", "steps", "GFLOP"))

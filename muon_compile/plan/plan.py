@@ -142,7 +142,7 @@ class Plan:
     @property
     def num_groups(self) -> int:
         """Hyperparameter groups."""
-        return 1 + max((spec.group for spec in self.specs), default=-1)
+        return 1 + max([-1, *[spec.group for spec in self.specs]])
 
     @property
     def digest(self) -> str:

@@ -57,10 +57,10 @@ class Binding:
         """Compare the live parameters with what was bound.
 
         Raises:
-            Replan: A parameter's memory, shape or dtype is another.
+            Replan: A parameter's memory, shape, strides or dtype is another.
         """
         for param, address, (shape, dtype) in zip(self.reading.params, self._addresses, self._param_facts, strict=True):
-            if param.data_ptr() != address or param.shape != shape or param.dtype != dtype:
+            if param.data_ptr() != address or param.shape != shape or param.dtype != dtype or not param.is_contiguous():
                 raise Replan
 
     def gradients(self) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ from muon_compile.plan.plan import Plan
 from muon_compile.plan.planner import make_plan
 from muon_compile.run.artifacts import write_artifacts
 from muon_compile.run.binding import Binding, Replan
+from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
@@ -41,6 +42,7 @@ class CompiledStep:
         ns: str,
         names: Names,
         config: CompileConfig,
+        check_compiler: bool = True,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.config = config
@@ -51,7 +53,7 @@ class CompiledStep:
         self._binding: Binding | None = None
         self._broken: str | None = None
         reading = read_optimizers(self.optimizers, self._adapters, self._names)
-        check_backend(backend, {spec.device for spec in reading.specs})
+        check_backend(backend, {spec.device for spec in reading.specs} if check_compiler else ())
         self._make_plan(reading)  # what it refuses is refused here, before anything changes
         if not any(p.device.type == "meta" for p in reading.params):
             self._bind()
@@ -114,9 +116,8 @@ class CompiledStep:
             )
         self.stats.host_launches = 0
         groups = live_groups(self.optimizers, self._adapters)
-        hyper = [adapter.hyper(group) for adapter, group in groups]
+        hyper = read_hyper([adapter.hyper(group) for adapter, group in groups])
         binding = self._bound(groups)
-        binding.hyper.check(hyper)
         try:
             grads = binding.gradients()
         except Replan:
@@ -132,7 +133,7 @@ class CompiledStep:
         binding.hyper.write(hyper)
         try:
             run()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C inside a kernel leaves a half-done step, too
             self._broken = f"{type(error).__name__}: {error}"
             raise
         self.stats.host_launches = 1
@@ -172,7 +173,8 @@ class CompiledStep:
     @torch.no_grad()
     def _bind(self) -> Binding:
         """Read the optimizers, plan, and take their state over. An unchanged plan keeps its compiled graphs."""
-        reading = read_optimizers(self.optimizers, self._adapters, self._names)
+        seen = {} if self._binding is None else self._binding.reading.seen_grad_dtypes
+        reading = read_optimizers(self.optimizers, self._adapters, self._names, seen)
         if any(p.device.type == "meta" for p in reading.params):
             raise RuntimeError(
                 "The plan needs real parameters, and some are still on the meta device; "
@@ -203,6 +205,15 @@ class CompiledStep:
         """Make ``optimizer.step()`` of every optimizer the compiled step."""
         self._installation.install()
 
+    def rebind(self) -> None:
+        """Plan anew from the live optimizers, keeping their state.
+
+        Raises:
+            ValueError, NotImplementedError: Something that the step cannot take; the old plan stays.
+        """
+        if self._binding is not None:
+            self._bind()
+
     def uninstall(self) -> None:
         """Give the stock optimizers back, each with its state in tensors of its own."""
         self._installation.uninstall()
@@ -210,6 +221,14 @@ class CompiledStep:
         if self._binding is not None:
             self._binding.state.release()
             self._binding = None
+        self._tell_owners(None)
+
+    def _tell_owners(self, step: CompiledStep | None) -> None:
+        """An optimizer that shows its compiled step (``muon_compile.Muon``) hears which one it is."""
+        for optimizer in self.optimizers:
+            accept = getattr(optimizer, "accept_compiled_step", None)
+            if accept is not None:
+                accept(step)
 
 
 def _is(a: object, b: object) -> bool:
@@ -251,6 +270,11 @@ def compile_step(
         NotImplementedError: A layout that this version cannot take.
         CompileError: The backend cannot work here (no C++ compiler).
     """
+    if config is not None and not isinstance(config, CompileConfig):
+        raise TypeError(
+            f"compile_step: config: expected a CompileConfig, got {type(config).__name__}; a MuonConfig belongs to the "
+            "optimizer (muon_compile.Muon(..., config=...))."
+        )
     if groups:
         raise ValueError(f"compile_step: groups: expected none on one rank, got {dict(groups)}.")
     step = CompiledStep(
@@ -261,6 +285,7 @@ def compile_step(
         names=names,
         config=config or CompileConfig(),
     )
+    step._tell_owners(step)
     if install:
         step.install()
     return step

@@ -89,31 +89,48 @@ class HyperVectors:
     def __init__(self, plan: Plan) -> None:
         self.entries = hyper_entries(plan)
         self._vectors = {d: HostVector(len(e), torch.float64, d) for d, e in self.entries.items()}
-        self._cells = {d: v.tensor.unbind(0) for d, v in self._vectors.items()}
+        self._cells = {d: v.tensor.split(1) for d, v in self._vectors.items()}
 
     @property
     def tensors(self) -> list[Tensor]:
         """One float64 vector per device, in the order of ``entries``."""
         return [vector.tensor for vector in self._vectors.values()]
 
-    def check(self, groups: Sequence[Mapping[str, float | Tensor]]) -> None:
-        """Refuse bad numbers before anything is written.
-
-        Raises:
-            ValueError: See ``check_value``.
-        """
-        for index, values in enumerate(groups):
-            for name, value in values.items():
-                check_value(index, name, value)
-
     def write(self, groups: Sequence[Mapping[str, float | Tensor]]) -> None:
-        """Take over every group's values; tensors are copied on their device, never read or aliased."""
+        """Take over every group's values (see ``read_hyper``); a device tensor is copied there, never aliased."""
         for device, entries in self.entries.items():
             vector = self._vectors[device]
             values = [groups[group][name] for group, name in entries]
-            tensors = [(cell, v) for cell, v in zip(self._cells[device], values, strict=True) if isinstance(v, Tensor)]
-            if tensors:
+            pairs = [(cell, v) for cell, v in zip(self._cells[device], values, strict=True) if isinstance(v, Tensor)]
+            if pairs:
                 vector.forget()
             vector.write([0.0 if isinstance(v, Tensor) else float(v) for v in values])
-            for cell, value in tensors:
-                cell.copy_(value.detach().reshape(()), non_blocking=True)
+            if pairs:
+                torch._foreach_copy_([cell for cell, _ in pairs], [value for _, value in pairs], non_blocking=True)
+
+
+def read_hyper(groups: Sequence[Mapping[str, float | Tensor]]) -> list[dict[str, float | Tensor]]:
+    """Every group's values, checked: host numbers and host tensors as floats, device tensors as they are.
+
+    Raises:
+        ValueError: See ``check_value``.
+    """
+    result: list[dict[str, float | Tensor]] = []
+    for index, values in enumerate(groups):
+        row: dict[str, float | Tensor] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                value = _host_value(value)
+            check_value(index, name, value)
+            row[name] = value
+        result.append(row)
+    return result
+
+
+def _host_value(value: Tensor) -> float:
+    """A host tensor's one element, read without dispatching an operator."""
+    kinds: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+    kind = kinds.get(value.dtype)
+    if kind is None or type(value) not in (Tensor, torch.nn.Parameter):
+        return float(value.item())
+    return float(kind.from_address(value.data_ptr()).value)

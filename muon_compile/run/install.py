@@ -39,8 +39,9 @@ class Installation:
             return
         self.active = True
         for index, optimizer in enumerate(self._step.optimizers):
-            method = MethodType(self._make_step(index), optimizer)
-            self._replaced.append((optimizer, optimizer.__dict__.get("step"), method))
+            before = optimizer.__dict__.get("step")
+            method = MethodType(self._make_step(index, hasattr(before, "_wrapped_by_lr_sched")), optimizer)
+            self._replaced.append((optimizer, before, method))
             optimizer.step = method  # type: ignore[method-assign]
             if len(self._step.optimizers) > 1:
                 # The scaler then leaves skipping to us, and one optimizer's overflow can skip all.
@@ -71,12 +72,15 @@ class Installation:
         def run(index: int, given: Closure | None) -> Any:
             if index == len(optimizers):
                 return self._step.run(given)
+            optimizers[index]._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks at
             inner = Optimizer.profile_hook_step(lambda _, closure=None: run(index + 1, closure))
             return inner(optimizers[index], *(() if given is None else (given,)))
 
         return run(0, closure)
 
-    def _make_step(self, index: int) -> Callable[..., Any]:
+    def _make_step(self, index: int, scheduled: bool) -> Callable[..., Any]:
+        """The function behind an installed ``step``. A scheduler made before it is replaced with what it wrapped; one
+        made later wraps it in turn, and stays when it goes."""
         installation = self
 
         def step(optimizer: Optimizer, closure: Closure | None = None) -> Any:
@@ -90,7 +94,8 @@ class Installation:
 
         hooked = Optimizer.profile_hook_step(body)
         step.hooked = True  # type: ignore[attr-defined]
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it sets _opt_called itself
+        if scheduled:
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it sets _opt_called itself
         return step
 
     # -- one optimizer's step() ---------------------------------------------------------------------------------
@@ -116,7 +121,11 @@ class Installation:
                     f"step() of joined optimizer {other} was not called since the last joint step. Call every joined "
                     "optimizer's step() once per iteration, or call the compiled step itself instead of theirs."
                 )
-        result = self._step.run(closure)
+        try:
+            result = self._step.run(closure)
+        except BaseException:
+            self._balance = [0] * len(self._balance)  # the iteration is over for all of them; a retry starts anew
+            raise
         for other in range(1, len(self._balance)):
             self._balance[other] -= 1
         return result

@@ -28,6 +28,7 @@ class Reading:
         specs: Their specs, by index.
         config_keys: Values of every group's graph-shaping entries, by group.
         group_sizes: Parameters per group.
+        seen_grad_dtypes: dtype of every gradient seen so far, by identity of its parameter.
     """
 
     params: tuple[Tensor, ...]
@@ -35,6 +36,7 @@ class Reading:
     specs: tuple[MatrixSpec, ...]
     config_keys: tuple[tuple[object, ...], ...]
     group_sizes: tuple[int, ...]
+    seen_grad_dtypes: dict[int, str]
 
 
 def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) -> list[tuple[Adapter, dict[str, Any]]]:
@@ -51,9 +53,16 @@ def name_table(names: Names) -> dict[int, str]:
     """Names by tensor identity."""
     if names is None:
         return {}
-    if isinstance(names, Mapping):
-        return {id(tensor): name for tensor, name in names.items()}
-    return {id(tensor): name for name, tensor in names}
+    pairs = [(name, tensor) for tensor, name in names.items()] if isinstance(names, Mapping) else list(names)
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                "compile_step: names: expected pairs of name and parameter (model.named_parameters()), or a mapping "
+                f"from parameter to name, got {pair!r}."
+            )
+    return {id(tensor): name for name, tensor in pairs}
 
 
 def find_adapters(optimizers: Sequence[object]) -> list[Adapter]:
@@ -73,8 +82,19 @@ def find_adapters(optimizers: Sequence[object]) -> list[Adapter]:
     return adapters
 
 
-def read_optimizers(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter], names: dict[int, str]) -> Reading:
+def read_optimizers(
+    optimizers: Sequence[Optimizer],
+    adapters: Sequence[Adapter],
+    names: dict[int, str],
+    seen_grad_dtypes: Mapping[int, str] | None = None,
+) -> Reading:
     """Read and check everything that decides the plan.
+
+    Args:
+        optimizers: The optimizers.
+        adapters: One per optimizer.
+        names: Parameter names by identity, for groups without their own.
+        seen_grad_dtypes: Those of an earlier reading, for parameters that have no gradient now.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Something that the step cannot take; the message names the
@@ -87,6 +107,11 @@ def read_optimizers(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]
     sizes: list[int] = []
     seen: dict[int, str] = {}
     group_index = 0
+    seen_dtypes = _seen_grad_dtypes(optimizers, seen_grad_dtypes or {})
+    alike: dict[torch.dtype, set[str]] = {}
+    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if id(param) in seen_dtypes:
+            alike.setdefault(param.dtype, set()).add(seen_dtypes[id(param)])
     for owner, (optimizer, adapter) in enumerate(zip(optimizers, adapters, strict=True)):
         for group in optimizer.param_groups:
             algorithm, config = adapter.algorithm(group), adapter.config(group)
@@ -107,7 +132,7 @@ def read_optimizers(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]
                         name=name,
                         shape=tuple(param.shape),
                         dtype=dtype_name(param.dtype),
-                        grad_dtype=_grad_dtype(param),
+                        grad_dtype=_grad_dtype(param, alike, seen_dtypes),
                         device=str(param.device),
                         algorithm=algorithm,
                         group=group_index,
@@ -126,10 +151,19 @@ def read_optimizers(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]
         specs=tuple(specs),
         config_keys=tuple(keys),
         group_sizes=tuple(sizes),
+        seen_grad_dtypes=seen_dtypes,
     )
 
 
-def _grad_dtype(param: Tensor) -> str:
-    if param.grad is not None and param.grad.layout == torch.strided:
-        return dtype_name(param.grad.dtype)
-    return dtype_name(param.dtype)
+def _seen_grad_dtypes(optimizers: Sequence[Optimizer], earlier: Mapping[int, str]) -> dict[int, str]:
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    now = {id(p): dtype_name(p.grad.dtype) for p in params if p.grad is not None}
+    return {id(p): earlier[id(p)] for p in params if id(p) in earlier} | now
+
+
+def _grad_dtype(param: Tensor, alike: Mapping[torch.dtype, set[str]], seen: Mapping[int, str]) -> str:
+    """What dtype a parameter's gradient has or will have: the one it had, that of its like, or the parameter's."""
+    if id(param) in seen:
+        return seen[id(param)]
+    found = alike.get(param.dtype, set())
+    return next(iter(found)) if len(found) == 1 else dtype_name(param.dtype)

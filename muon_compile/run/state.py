@@ -31,7 +31,7 @@ class StateStore:
             for name, tensor in self.stacked[bucket.name].items():
                 for index, view in zip(bucket.params, tensor.unbind(0), strict=True):
                     self.views[index][name] = view
-        self._known: list[Any] = [None] * len(self.optimizers)
+        self._given: list[dict[str, Any]] = []
 
     @property
     def inputs(self) -> tuple[tuple[tuple[int, str], Tensor], ...]:
@@ -43,11 +43,18 @@ class StateStore:
         )
 
     def is_attached(self) -> bool:
-        """Whether the optimizers still hold the state dicts that were given to them (constant cost)."""
-        return all(
-            optimizer.state is known and len(optimizer.state) >= count
-            for optimizer, (known, count) in zip(self.optimizers, self._known, strict=True)
-        )
+        """Whether ``optimizer.state`` still holds the very views that were put there."""
+        states = [optimizer.state for optimizer in self.optimizers]
+        for param, owner, given, views in zip(
+            self.reading.params, self.reading.owners, self._given, self.views, strict=True
+        ):
+            entry = states[owner].get(param)
+            if entry is not given:
+                return False
+            for name, view in views.items():
+                if entry.get(name) is not view:
+                    return False
+        return True
 
     def check(self, index: int, given: ParamState) -> None:
         """Refuse state that does not fit a parameter.
@@ -97,11 +104,12 @@ class StateStore:
 
     def attach(self) -> None:
         """Give the optimizers the views, keeping entries of theirs that the step does not know."""
+        self._given = []
         for param, owner, views in zip(self.reading.params, self.reading.owners, self.views, strict=True):
             state = self.optimizers[owner].state
-            state[param] = {**views, **{k: v for k, v in state.get(param, {}).items() if k not in views}}
-        counts = [self.reading.owners.count(owner) for owner in range(len(self.optimizers))]
-        self._known = [(o.state, n) for o, n in zip(self.optimizers, counts, strict=True)]
+            entry = {**views, **{k: v for k, v in state.get(param, {}).items() if k not in views}}
+            state[param] = entry
+            self._given.append(entry)
 
     @torch.no_grad()
     def release(self) -> None:

@@ -1,0 +1,38 @@
+"""Inductor's disk cache: what it must remember, and what it must forget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import muon_compile as mc
+from muon_compile.lower import inductor
+
+pytestmark = pytest.mark.inductor
+
+
+def compile_once() -> mc.CompiledStep:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(8, 12)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = torch.optim.Muon(params)
+    step = mc.compile_step(optimizer)
+    optimizer.step()
+    return step
+
+
+def test_other_operators_are_another_cache_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compile_once().stats.cached == 0
+    assert compile_once().stats.cached == 1
+    # An upgrade that changes what an operator does keeps its name: the key has to see it.
+    monkeypatch.setattr(inductor, "operators_fingerprint", lambda: b"operators of another version")
+    assert compile_once().stats.cached == 0
+
+
+def test_the_fingerprint_follows_the_files() -> None:
+    assert inductor.operators_fingerprint() == inductor.operators_fingerprint()
+    assert len(inductor.operators_fingerprint()) == 32
