@@ -11,7 +11,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test check lint types imports format clean
+.PHONY: help setup demo test bench check lint types imports format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -35,6 +35,11 @@ demo: $(READY) ## train a small transformer on real text, eager and compiled
 
 test: $(READY) ## run the tests; ARGS="-k muon -x" goes to pytest
 	$(BIN)/python -m pytest tests $(ARGS)
+
+bench: $(READY) ## print every figure of the README: parity, counts, memory, compile time, step time
+	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/compile_time.py
+	$(BIN)/python tools/bench_step.py --json out/bench.json
 
 check: lint types imports test ## what CI runs: lint, types, import rules, tests
 

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import muon_compile as mc
 
 MODEL = {"dim": 128, "num_layers": 4, "num_heads": 4, "context": 128}
-BATCH_SIZE = 12
+BATCH_SIZE = 8
 MAX_GRAD_NORM = 1.0
 WARM_UP_FRACTION = 0.1
 FINAL_LR_FRACTION = 0.05
@@ -65,7 +65,7 @@ def compiled_training(seed: int, backend: str) -> Training:
         adamw_lr=ADAMW["lr"],
         betas=ADAMW["betas"],
         adamw_weight_decay=ADAMW["weight_decay"],
-        eps=ADAMW["eps"],
+        adamw_config=mc.AdamWConfig(eps=ADAMW["eps"]),
         backend=backend,
     )
     return Training(label="compiled", model=model, optimizers=(optimizer,))

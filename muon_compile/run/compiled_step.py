@@ -131,12 +131,12 @@ class CompiledStep:
         run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
         self.stats.recompiles += recompile
         binding.hyper.write(hyper)
+        self.stats.host_launches += 1
         try:
             run()
         except BaseException as error:  # Ctrl-C inside a kernel leaves a half-done step, too
             self._broken = f"{type(error).__name__}: {error}"
             raise
-        self.stats.host_launches = 1
         self.stats.steps += 1
 
     # -- binding ------------------------------------------------------------------------------------------------

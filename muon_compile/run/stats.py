@@ -12,12 +12,11 @@ class StepStats:
 
     Args:
         graphs: Compiled graphs in use: one for all gradients present, one more once any was missing.
-        graph_breaks: Breaks inside a step: compiled segments per step less one.
         recompiles: Compiles of a graph that had been compiled before, each because the plan changed.
         compiles: All compiles.
         cached: Compiles that the backend answered from its disk cache.
         compile_seconds: Wall time of tracing and compiling, in seconds.
-        host_launches: Calls from the host into compiled code during the last step.
+        host_launches: Calls from the host into compiled code during the last step, counted as they are made.
         steps: Steps that ran a graph.
         collectives: Collectives per step.
         bytes: Payload per rank and step, in bytes.
@@ -25,7 +24,6 @@ class StepStats:
     """
 
     graphs: int = 0
-    graph_breaks: int = 0
     recompiles: int = 0
     compiles: int = 0
     cached: int = 0
@@ -36,6 +34,11 @@ class StepStats:
     bytes: int = 0
     fx_nodes: int = 0
 
+    @property
+    def graph_breaks(self) -> int:
+        """Breaks inside the last step: its compiled segments, each one call of the host, less one."""
+        return max(0, self.host_launches - 1)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values by name."""
-        return asdict(self)
+        return asdict(self) | {"graph_breaks": self.graph_breaks}

@@ -203,6 +203,21 @@ def test_company_changes_nothing(updates: Updates) -> None:
         check(together[matrix], grads[matrix])
 
 
+def test_configs_of_one_shape_keep_apart() -> None:
+    # Gradients with norms about eps, where every part of a config shows.
+    configs = [mc.MuonConfig(preset=preset, ns_dtype="float32") for preset in RULES]
+    grads = [gaussian(12, 8, seed=seed) * 1e-8 for seed in range(len(configs))]
+    params = [Parameter(torch.zeros(12, 8)) for _ in configs]
+    groups = [{"params": [p], "config": config} for p, config in zip(params, configs, strict=True)]
+    optimizer = mc.Muon(groups, **HYPER, backend="aot_eager")  # type: ignore[arg-type]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    optimizer.step()
+    for p, grad, rules in zip(params, grads, RULES.values(), strict=True):
+        expected = rules.scale(12, 8) * orthogonal(grad, rules.triples, rules.eps, add_eps=rules.add_eps)
+        assert relative_error(-p, expected) <= TOLERANCE
+
+
 def test_waves_change_nothing() -> None:
     shapes = {"a": (6, 8), "b": (8, 6), "c": (6, 8), "d": (3, 6, 8), "e": (12, 8), "bias": (5,)}
     params = {name: gaussian(*shape, seed=100 + seed) for seed, (name, shape) in enumerate(shapes.items())}

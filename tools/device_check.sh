@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Correctness, then speed, of the step on one CUDA GPU. Needs an environment with a CUDA build of torch.
+#
+#   PYTHON=.venv/bin/python tools/device_check.sh [out/device]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-out/device}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+timeout 200 "$python" tools/device_check.py --json "$out/check.json"
+timeout 150 "$python" tools/bench_step.py --device cuda --seconds 3 --json "$out/bench.json" \
+  --sets tiny thin wide mlp square big
