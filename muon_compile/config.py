@@ -73,6 +73,10 @@ def _choice(owner: str, name: str, got: object, choices: Iterable[object]) -> No
     _expect(owner, name, got, "one of " + ", ".join(map(repr, options)), got in options)
 
 
+def _flag(owner: str, name: str, got: object) -> None:
+    _expect(owner, name, got, "True or False", isinstance(got, bool))
+
+
 def _is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -127,7 +131,7 @@ class MuonConfig:
                 object.__setattr__(self, name, value)
         _choice(me, "momentum_form", self.momentum_form, get_args(MomentumForm))
         _choice(me, "momentum_dtype", self.momentum_dtype, (None, *get_args(DTypeName)))
-        _choice(me, "nesterov", self.nesterov, (True, False))
+        _flag(me, "nesterov", self.nesterov)
         _expect(
             me,
             "ns_steps",
@@ -179,7 +183,8 @@ class MuonConfig:
             _expect(me, "num_heads", self.num_heads, "a positive int", _is_positive_int(self.num_heads))
             if self.split_sizes is not None:
                 raise ValueError("MuonConfig: expected split_sizes or num_heads, got both; give one of them.")
-        _choice(me, "flatten", self.flatten, (None, True, False))
+        if self.flatten is not None:
+            _flag(me, "flatten", self.flatten)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +207,8 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         _expect("AdamWConfig", "eps", self.eps, "a finite number >= 0", _is_finite(self.eps) and self.eps >= 0)
         object.__setattr__(self, "eps", float(self.eps))
-        _choice("AdamWConfig", "amsgrad", self.amsgrad, (True, False))
-        _choice("AdamWConfig", "maximize", self.maximize, (True, False))
+        _flag("AdamWConfig", "amsgrad", self.amsgrad)
+        _flag("AdamWConfig", "maximize", self.maximize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +239,10 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         me = "CompileConfig"
-        _choice(me, "exact", self.exact, (True, False))
+        _flag(me, "exact", self.exact)
         _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
-        _choice(me, "cuda_graphs", self.cuda_graphs, (True, False))
-        _choice(me, "keep_memory", self.keep_memory, (True, False))
+        _flag(me, "cuda_graphs", self.cuda_graphs)
+        _flag(me, "keep_memory", self.keep_memory)
         _expect(me, "inductor_options", self.inductor_options, "a mapping", isinstance(self.inductor_options, Mapping))
         ok = _is_positive_int(self.max_temp_bytes)
         _expect(me, "max_temp_bytes", self.max_temp_bytes, "a positive number of bytes", ok)

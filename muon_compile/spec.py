@@ -89,6 +89,10 @@ class MatrixSpec:
                     f"Parameter {self.name!r}: expected a real floating dtype ({known}), got {what}. "
                     "Leave complex, integer and quantized parameters to another optimizer."
                 )
+        if any(d < 0 for d in self.shape) or self.group < 0:
+            raise ValueError(
+                f"Parameter {self.name!r}: expected dims and a group index >= 0, got shape {self.shape}, group {self.group}."
+            )
         if self.algorithm not in ("muon", "adamw"):
             raise ValueError(f"Parameter {self.name!r}: algorithm: expected 'muon' or 'adamw', got {self.algorithm!r}.")
         if self.algorithm == "muon" and len(self.shape) < 2:

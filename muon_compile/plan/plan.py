@@ -124,7 +124,7 @@ class Plan:
         waves: Order of execution.
         collectives: What the graph will issue, in order; empty on one rank.
         mesh: The mesh it was made for.
-        strategy: The strategy that was asked for.
+        strategy: The strategy of every bucket; ``local`` on one rank.
         exact: Stock operator order and roundings.
         version: Format of the plan.
     """

@@ -43,6 +43,8 @@ def make_plan(
     """
     specs = tuple(specs)
     _check(specs, mesh, strategy, ns)
+    if max_temp_bytes <= 0:
+        raise ValueError(f"make_plan: max_temp_bytes: expected a positive number of bytes, got {max_temp_bytes}.")
     resolved = tuple(_with_config(spec, config or MuonConfig(), adamw or AdamWConfig()) for spec in specs)
     if exact:
         _check_exact(resolved)

@@ -1,4 +1,4 @@
-"""What every test of the compiled step shares."""
+"""What every test shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and wait for each other on a busy machine."""
     before = torch.get_num_threads()
