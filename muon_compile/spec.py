@@ -91,7 +91,8 @@ class MatrixSpec:
                 )
         if any(d < 0 for d in self.shape) or self.group < 0:
             raise ValueError(
-                f"Parameter {self.name!r}: expected dims and a group index >= 0, got shape {self.shape}, group {self.group}."
+                f"Parameter {self.name!r}: expected dims and a group index >= 0, "
+                f"got shape {self.shape} and group {self.group}."
             )
         if self.algorithm not in ("muon", "adamw"):
             raise ValueError(f"Parameter {self.name!r}: algorithm: expected 'muon' or 'adamw', got {self.algorithm!r}.")

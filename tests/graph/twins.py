@@ -14,8 +14,7 @@ import muon_compile as mc
 # Bit-equal to torch.optim.Muon on aot_eager, so nothing hides behind a tolerance.
 EXACT = mc.CompileConfig(exact=True)
 
-# Muon shapes of the tests: two parameters share a bucket, wide and tall. At these ATen rounds a batched product as it
-# rounds single ones; at some others (16 x 16, under 8 rows) it takes another kernel, which now and then differs.
+# Muon shapes of the tests: two parameters share a bucket, one is alone; wide and tall.
 SHAPES = ((8, 12), (8, 12), (16, 8))
 
 
