@@ -1,7 +1,7 @@
 """Operators that a backend must neither fuse nor reassociate: each is one eager call, a single node in any graph.
 
 Exact mode needs them because Inductor contracts multiply-adds as it likes, so that its bits differ from eager's.
-``matrix_norm`` is an operator so that each backend can lower it its own way.
+``matrix_norm`` and ``matrix_amax`` are operators so that each backend can lower a reduction its own way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _LIB.define("exact_lerp(Tensor start, Tensor end, Tensor weight) -> Tensor")
 _LIB.define("exact_normalize(Tensor x, float eps) -> Tensor")
 _LIB.define("exact_newton_schulz(Tensor x, float[] coefficients) -> Tensor")
 _LIB.define("matrix_norm(Tensor x) -> Tensor")
+_LIB.define("matrix_amax(Tensor x) -> Tensor")
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
@@ -36,6 +37,10 @@ def _lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
 def _norm(x: Tensor) -> Tensor:
     result: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return result
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax(dim=(-2, -1), keepdim=True)
 
 
 def _normalize(x: Tensor, eps: float) -> Tensor:
@@ -65,7 +70,7 @@ def _contiguous(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _norm_fake(x: Tensor) -> Tensor:
+def _one_per_matrix(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-2], 1, 1))
 
 
@@ -73,7 +78,8 @@ for _name, _impl, _fake in (
     ("exact_lerp", _lerp, _like_first),
     ("exact_normalize", _normalize, _like_first),
     ("exact_newton_schulz", _newton_schulz, _contiguous),
-    ("matrix_norm", _norm, _norm_fake),
+    ("matrix_norm", _norm, _one_per_matrix),
+    ("matrix_amax", _amax, _one_per_matrix),
 ):
     _LIB.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"muon_compile::{_name}", _fake, lib=_LIB)
@@ -101,4 +107,10 @@ def opaque_newton_schulz(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 def matrix_norm(x: Tensor) -> Tensor:
     """Frobenius norm of each matrix of ``[B, m, n]``, accumulated in float32 or better: ``[B, 1, 1]`` of its dtype."""
     result: Tensor = torch.ops.muon_compile.matrix_norm(x)
+    return result
+
+
+def matrix_amax(x: Tensor) -> Tensor:
+    """Largest absolute entry of each matrix of ``[B, m, n]``: ``[B, 1, 1]`` of its dtype."""
+    result: Tensor = torch.ops.muon_compile.matrix_amax(x)
     return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muon_compile.build.coefficients import schedule
-from muon_compile.build.opaque import matrix_norm, opaque_newton_schulz, opaque_normalize
+from muon_compile.build.opaque import matrix_amax, matrix_norm, opaque_newton_schulz, opaque_normalize
 from muon_compile.config import MuonConfig
 
 # Below this a Frobenius norm of float32 entries has lost its digits to underflow (squares under 1e-38).
@@ -39,7 +39,7 @@ def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype) -> Tensor:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if config.eps == "relative":
-        largest = x.abs().amax(dim=(-2, -1), keepdim=True).to(wide)
+        largest = matrix_amax(x).to(wide)
         x = x.to(wide) / torch.where(largest > 0, largest, 1.0)
     # Round once, here: both passes below then read the narrow tensor, and the norm is of what the products see. float16
     # has too little range for that.

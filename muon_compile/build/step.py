@@ -143,11 +143,11 @@ def _muon_update(bucket: Bucket, blocks: Sequence[Tensor], hyper: Hyper) -> tupl
     config, view = bucket.config, bucket.view
     assert isinstance(config, MuonConfig) and view is not None
     lr = _column(hyper, bucket, "lr")
-    scales = [shape_scale(config, rows, view.cols) for rows in view.blocks]
     if not blocks:
         # No elements: nothing was orthogonalized, and there is nothing to move.
         dtype: torch.dtype = getattr(torch, config.ns_dtype)
         return torch.zeros((bucket.size, *bucket.shape), dtype=dtype, device=bucket.device), -lr
+    scales = [shape_scale(config, rows, view.cols) for rows in view.blocks]
     if len(set(scales)) == 1:
         whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
         return whole.reshape(bucket.size, *bucket.shape), -(lr * scales[0])

@@ -55,11 +55,23 @@ _LIB.impl("fence_", _fence, "CompositeExplicitAutograd")
 torch.library.register_fake("muon_compile::fence_", _fence, lib=_LIB)
 
 
-def _matrix_norm(x: Tensor) -> Tensor:
+def _fenced(x: Tensor) -> Tensor:
+    """Keep a reduction over ``x`` out of the kernel that makes ``x``.
+
+    torch 2.13's C++ backend fails (KeyError in LoopBody.get_read_expr) where a reduction shares its outer loop with the
+    in-place write of a momentum that has per-matrix hyperparameters.
+    """
     if x.device.type == "cpu":
-        # torch 2.13's C++ backend fails (KeyError in LoopBody.get_read_expr) where a reduction shares its outer loop
-        # with the in-place write of a momentum that has per-matrix hyperparameters. The fence keeps them apart.
         torch.ops.muon_compile.fence_(x)
+    return x
+
+
+def _matrix_amax(x: Tensor) -> Tensor:
+    return _fenced(x).abs().amax(dim=(-2, -1), keepdim=True)
+
+
+def _matrix_norm(x: Tensor) -> Tensor:
+    x = _fenced(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * wide).sum(dim=(-2, -1), keepdim=True).sqrt().to(x.dtype)
 
@@ -96,7 +108,9 @@ def decompositions() -> Mapping[Any, Any]:
     """Inductor's own decomposition table, and this library's operators that it can fuse."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.muon_compile.matrix_norm.default: _matrix_norm}
+    operators = torch.ops.muon_compile
+    own = {operators.matrix_norm.default: _matrix_norm, operators.matrix_amax.default: _matrix_amax}
+    return {**select_decomp_table(), **own}
 
 
 def check_compiler() -> None:

@@ -145,7 +145,8 @@ def trace_step(
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = tuple(mode.from_tensor(x.detach(), static_shapes=True) for x in inputs)
     step = flat_step(plan, spec, run_step)
-    with torch.no_grad(), mode:
+    # The user's default device is none of the graph's business.
+    with torch.no_grad(), torch.device("cpu"), mode:
         graph = make_fx(step, tracing_mode="real", decomposition_table=dict(decompositions or {}))(*fakes)
     for node, name in zip(graph.graph.find_nodes(op="placeholder"), spec.names, strict=True):
         node._rename(name)

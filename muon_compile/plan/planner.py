@@ -101,6 +101,12 @@ def _check_exact(specs: Sequence[MatrixSpec]) -> None:
             and config.eps != "relative"
             and config.momentum_dtype in (None, spec.grad_dtype)
         )
+        if stock and not config.nesterov and spec.grad_dtype == "bfloat16":
+            raise ValueError(
+                f"Parameter {spec.name!r}: exact=True with nesterov=False and bfloat16 gradients: torch.optim.Muon "
+                "then normalizes its momentum buffer in place (its .bfloat16() is no copy), which this library does not "
+                "reproduce; expected nesterov=True, float32 gradients, or exact=False."
+            )
         if not stock:
             raise ValueError(
                 f"Parameter {spec.name!r}: exact=True reproduces torch.optim.Muon, so it expects preset 'torch' "

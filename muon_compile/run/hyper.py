@@ -13,6 +13,8 @@ from torch import Tensor
 from muon_compile.build.pure import HYPER_NAMES
 from muon_compile.plan.plan import Plan
 
+_ROUNDING = 1e-12
+
 Entries = tuple[tuple[int, str], ...]
 
 
@@ -23,7 +25,7 @@ def check_value(group: int, name: str, value: object, *, read_tensor: bool = Fal
         group: Group index, for the message.
         name: ``lr``, ``weight_decay``, ``momentum``, ``beta1`` or ``beta2``.
         value: A number or a one-element tensor; a tensor is only read where ``read_tensor``.
-        read_tensor: Whether a synchronization is allowed.
+        read_tensor: At wrap time: a synchronization is allowed, and not even a rounding below zero is.
 
     Raises:
         ValueError: NaN, infinite, negative, or a beta of 1 or more.
@@ -36,9 +38,15 @@ def check_value(group: int, name: str, value: object, *, read_tensor: bool = Fal
         if not read_tensor or value.device.type == "meta":
             return
         value = value.item()
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    # A schedule that ends at zero may end a rounding below it, as torch's LinearLR does; stock carries on then.
+    lowest = 0.0 if read_tensor else -_ROUNDING
+    if isinstance(value, str) or not math.isfinite(number) or number < lowest:
         raise ValueError(f"Group {group}: {name}: expected a finite number >= 0, got {value!r}.")
-    if name.startswith("beta") and value >= 1:
+    if name.startswith("beta") and number >= 1:
         raise ValueError(f"Group {group}: {name}: expected a number in [0, 1), got {value!r}.")
 
 
@@ -62,7 +70,7 @@ class HostVector:
 
     def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
         kinds: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.bool: ctypes.c_bool}
-        self._host = torch.zeros(size, dtype=dtype)
+        self._host = torch.zeros(size, dtype=dtype, device="cpu")  # whatever the default device is
         self._cells = (kinds[dtype] * size).from_address(self._host.data_ptr())
         on_host = torch.device(device).type == "cpu"
         self.tensor = self._host if on_host else torch.zeros(size, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ class Installation:
     """
 
     def __init__(self, step: CompiledStep) -> None:
-        self._step = step
+        self._step: CompiledStep | None = step
         self._replaced: list[tuple[Optimizer, Any, MethodType]] = []
         self._amp_flags: list[tuple[Optimizer, bool]] = []
         self.active = False
@@ -33,17 +33,23 @@ class Installation:
         # With a GradScaler: (grad_scale, found_inf) of every optimizer that has been stepped.
         self._scaled: dict[int, tuple[Tensor | None, Tensor]] = {}
 
+    @property
+    def _live(self) -> CompiledStep:
+        if self._step is None:
+            raise RuntimeError("This compiled step was uninstalled; wrap the optimizer again with compile_step().")
+        return self._step
+
     def install(self) -> None:
         """Replace ``step`` on every optimizer."""
         if self.active:
             return
         self.active = True
-        for index, optimizer in enumerate(self._step.optimizers):
+        for index, optimizer in enumerate(self._live.optimizers):
             before = optimizer.__dict__.get("step")
             method = MethodType(self._make_step(index, hasattr(before, "_wrapped_by_lr_sched")), optimizer)
             self._replaced.append((optimizer, before, method))
             optimizer.step = method  # type: ignore[method-assign]
-            if len(self._step.optimizers) > 1:
+            if len(self._live.optimizers) > 1:
                 # The scaler then leaves skipping to us, and one optimizer's overflow can skip all.
                 had = "_step_supports_amp_scaling" in optimizer.__dict__
                 self._amp_flags.append((optimizer, getattr(optimizer, "_step_supports_amp_scaling", False) and had))
@@ -64,14 +70,16 @@ class Installation:
             else:
                 optimizer.__dict__.pop("_step_supports_amp_scaling", None)
         self._replaced, self._amp_flags = [], []
+        # The step and its installation hold each other; let go, so that memory is free without a garbage collection.
+        self._step = None
 
     def call(self, closure: Closure | None) -> Any:
         """One joint step with the hooks of every optimizer, outermost first."""
-        optimizers = self._step.optimizers
+        optimizers = self._live.optimizers
 
         def run(index: int, given: Closure | None) -> Any:
             if index == len(optimizers):
-                return self._step.run(given)
+                return self._live.run(given)
             optimizers[index]._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks at
             inner = Optimizer.profile_hook_step(lambda _, closure=None: run(index + 1, closure))
             return inner(optimizers[index], *(() if given is None else (given,)))
@@ -87,7 +95,11 @@ class Installation:
             if not installation.active:
                 return type(optimizer).step(optimizer, closure)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks at
-            return hooked(optimizer, closure) if closure is not None else hooked(optimizer)
+            try:
+                return hooked(optimizer, closure) if closure is not None else hooked(optimizer)
+            except BaseException:
+                installation._balance[index] = 0  # a hook may have raised: this iteration is over for it
+                raise
 
         def body(optimizer: Optimizer, closure: Closure | None = None) -> Any:
             return installation._run(index, optimizer, closure)
@@ -122,7 +134,7 @@ class Installation:
                     "optimizer's step() once per iteration, or call the compiled step itself instead of theirs."
                 )
         try:
-            result = self._step.run(closure)
+            result = self._live.run(closure)
         except BaseException:
             self._balance = [0] * len(self._balance)  # the iteration is over for all of them; a retry starts anew
             raise
@@ -140,7 +152,7 @@ class Installation:
                 "Call scaler.step() once for each of them, then scaler.update()."
             )
         self._scaled[index] = (grad_scale, found_inf.detach().clone())
-        if len(self._scaled) < len(self._step.optimizers):
+        if len(self._scaled) < len(self._live.optimizers):
             return
         pending, self._scaled = self._scaled, {}
         if any(bool(found.item()) for _, found in pending.values()):
@@ -148,8 +160,8 @@ class Installation:
         with torch.no_grad():
             for which, (scale, _) in pending.items():
                 if scale is not None:
-                    _unscale(self._step.optimizers[which], scale)
-        self._step.run(None)
+                    _unscale(self._live.optimizers[which], scale)
+        self._live.run(None)
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
