@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
 
-    console = Console()
+    console = Console(width=120)
     facts = header(args)
     console.print(", ".join(f"{k} {v}" for k, v in facts.items()), highlight=False)
     names = list(SHAPE_SETS) if "all" in args.sets else args.sets

@@ -62,7 +62,7 @@ def main() -> None:
     from rich.table import Table
 
     table = Table("run", "first step s", "trace + compile s", "from disk cache", "FX nodes", "imports + setup s")
-    console = Console()
+    console = Console(width=120)
     with console.status("") as status:
         for number in range(args.repeat):
             with tempfile.TemporaryDirectory() as cache:

@@ -104,7 +104,7 @@ def _check_exact(specs: Sequence[MatrixSpec]) -> None:
         if stock and not config.nesterov and spec.grad_dtype == "bfloat16":
             raise ValueError(
                 f"Parameter {spec.name!r}: exact=True with nesterov=False and bfloat16 gradients: torch.optim.Muon "
-                "then normalizes its momentum buffer in place (its .bfloat16() is no copy), which this library does not "
+                "then normalizes its momentum buffer in place (its .bfloat16() is no copy), which exact mode does not "
                 "reproduce; expected nesterov=True, float32 gradients, or exact=False."
             )
         if not stock:
