@@ -197,8 +197,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"eager / compiled = {medians[0] / medians[1]:.2f}")
 
     heading("Statistics of the compiled step")
-    for field in dataclasses.fields(step.stats):
-        print(f"{field.name:<16}  {getattr(step.stats, field.name)}")
+    for name, value in step.stats.as_dict().items():
+        print(f"{name:<16}  {value}")
 
     heading("Files")
     picture = out / "quickstart.png"
