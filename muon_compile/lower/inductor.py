@@ -172,7 +172,7 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
         cuda_graphs: Replay as one CUDA graph where every input is on CUDA.
 
     Raises:
-        CompileError: There is no C++ compiler, or an option does not exist.
+        CompileError: There is no C++ compiler, an option does not exist, or Inductor itself fails.
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config
@@ -185,8 +185,16 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
     unknown = [name for name in merged if not _has_option(config, name)]
     if unknown:
         raise CompileError(f"inductor_options: expected names of torch._inductor.config, got {unknown}.")
-    with config.patch(merged), torch.no_grad():
-        run, code = compile_route(traced, bool(merged.get("triton.cudagraphs")))
+    try:
+        with config.patch(merged), torch.no_grad():
+            run, code = compile_route(traced, bool(merged.get("triton.cudagraphs")))
+    except Exception as error:
+        raise CompileError(
+            f"Inductor failed to compile the step (torch {torch.__version__}, route {route!r}): "
+            f"{type(error).__name__}: {error}\nNothing has changed. backend='aot_eager' runs the graph uncompiled; "
+            "CompileConfig(inductor_route='standalone') takes another way into Inductor; please report the graph "
+            "that compile_step(..., backend='aot_eager') dumps."
+        ) from error
     cached = counters["inductor"]["fxgraph_cache_hit"] > hits
     return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached)
 

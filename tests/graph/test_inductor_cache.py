@@ -36,3 +36,12 @@ def test_other_operators_are_another_cache_entry(monkeypatch: pytest.MonkeyPatch
 def test_the_fingerprint_follows_the_files() -> None:
     assert inductor.operators_fingerprint() == inductor.operators_fingerprint()
     assert len(inductor.operators_fingerprint()) == 32
+
+
+def test_a_failure_of_inductor_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("buf7")
+
+    monkeypatch.setattr(inductor, "_inner", fails)
+    with pytest.raises(mc.CompileError, match=r"KeyError: 'buf7'(.|\n)*backend='aot_eager'"):
+        compile_once()

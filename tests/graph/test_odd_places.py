@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR
@@ -44,7 +45,6 @@ def test_a_schedule_may_end_a_rounding_below_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "array", "int", "bool"])
 def test_numbers_of_other_kinds(kind: str) -> None:
-    numpy = pytest.importorskip("numpy")
     value: Any = {"float32": numpy.float32(0.5), "array": numpy.array(0.5), "int": 1, "bool": True}[kind]
     ours, optimizer, theirs, stock = pair()
     wrap(optimizer)
