@@ -213,7 +213,7 @@ print("refused")
 
 def test_a_dtensor_is_refused_by_name() -> None:
     done = run_python(DTENSOR)
-    assert done.stdout.split() == ["refused"], done.stderr
+    assert done.stdout.split()[-1:] == ["refused"], done.stderr  # Gloo may print before it
 
 
 # -- no compiler --------------------------------------------------------------------------------------------------
