@@ -152,7 +152,15 @@ def _trusted_vector_compiler() -> bool:
 
 
 def _options(inputs: tuple[Tensor, ...], given: Mapping[str, Any], cuda_graphs: bool) -> dict[str, Any]:
-    options = {**_OPTIONS, "post_grad_custom_pre_pass": _key_pass()}
+    options = dict(_OPTIONS)
+    # The fingerprint takes a place that the user has left free: without it the cache key is incomplete.
+    places = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+    free = [name for name in places if name not in given]
+    if not free:
+        raise CompileError(
+            f"inductor_options: expected at most one of {places}, got both; this library needs the other."
+        )
+    options[free[0]] = _key_pass()
     devices = {x.device.type for x in inputs}
     if "cpu" in devices and "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ and _trusted_vector_compiler():
         options["cpp.vec_isa_ok"] = True

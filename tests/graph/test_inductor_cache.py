@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import muon_compile as mc
 from muon_compile.lower import inductor
@@ -13,13 +15,23 @@ from muon_compile.lower import inductor
 pytestmark = pytest.mark.inductor
 
 
-def compile_once() -> mc.CompiledStep:
+class UsersPass(CustomGraphPass):
+    """A pass of the user's own."""
+
+    def __call__(self, graph: Any) -> None:
+        return None
+
+    def uuid(self) -> str:
+        return "a user's"
+
+
+def compile_once(**options: Any) -> mc.CompiledStep:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(8, 12)) for _ in range(2)]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = torch.optim.Muon(params)
-    step = mc.compile_step(optimizer)
+    step = mc.compile_step(optimizer, config=mc.CompileConfig(inductor_options=options))
     optimizer.step()
     return step
 
@@ -31,6 +43,16 @@ def test_other_operators_are_another_cache_entry(monkeypatch: pytest.MonkeyPatch
     # An upgrade that changes what an operator does keeps its name: the key has to see it.
     monkeypatch.setattr(inductor, "operators_fingerprint", lambda: b"operators of another version")
     assert compile_once().stats.cached == 0
+
+
+def test_a_pass_of_the_users_does_not_displace_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    options = {"post_grad_custom_pre_pass": UsersPass()}
+    assert [compile_once(**options).stats.cached for _ in range(2)] == [0, 1]
+    monkeypatch.setattr(inductor, "operators_fingerprint", lambda: b"operators of another version")
+    assert compile_once(**options).stats.cached == 0
+    with pytest.raises(mc.CompileError, match="at most one of"):
+        compile_once(post_grad_custom_post_pass=UsersPass(), **options)
 
 
 def test_the_fingerprint_follows_the_files() -> None:
