@@ -10,6 +10,7 @@ from typing import Any
 import cattrs
 
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.plan.forms import parse_form
 from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec
 
 PLAN_VERSION = 1
@@ -79,8 +80,10 @@ class Batch:
         device: Device of all of them.
         config: The mathematics; only its normalization and iteration fields matter here.
         pieces: Where the matrices come from, in order.
-        form: Iteration form.
-        reason: Why this form.
+        form: Name of the iteration's form (``plan.forms``).
+        kernel: What runs it: ``"graph"``, nodes of the graph; ``"symmetric"``, the same with an operator for
+            products known to be symmetric; ``"native"``, this library's CPU kernel, one call for the whole batch.
+        reason: Why this form and kernel.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Batch:
     config: MuonConfig
     pieces: tuple[Piece, ...]
     form: str
+    kernel: str
     reason: str
 
     @property
@@ -99,9 +103,9 @@ class Batch:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of the iteration: ``steps (4 r^2 c + 2 r^3)`` per matrix."""
-        r, c = sorted((self.rows, self.cols))
-        return self.num_matrices * self.config.ns_steps * (4 * r * r * c + 2 * r**3)
+        """Floating point operations of the iteration in its form."""
+        form = parse_form(self.form, self.config.ns_steps)
+        return self.num_matrices * form.flops(self.rows, self.cols, symmetric=self.kernel != "graph")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

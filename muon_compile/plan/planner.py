@@ -178,6 +178,7 @@ def _make_batches(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
             config=configs[key],
             pieces=tuple(pieces),
             form="standard",
+            kernel="graph",
             reason="the only form of this version",
         )
         for number, (key, pieces) in enumerate(found.items())
