@@ -36,10 +36,10 @@ demo: $(READY) ## train a small transformer on real text, eager and compiled
 test: $(READY) ## run the tests; ARGS="-k muon -x" goes to pytest
 	$(BIN)/python -m pytest tests $(ARGS)
 
-bench: $(READY) ## print every figure of the README: parity, counts, memory, compile time, step time
+bench: $(READY) ## print every figure of the README and draw step times (out/bench.png); ARGS="--minutes 10" runs all sets
 	$(BIN)/python tools/figures.py
 	$(BIN)/python tools/compile_time.py
-	$(BIN)/python tools/bench_step.py --json out/bench.json
+	$(BIN)/python tools/bench_step.py --json out/bench.json --png out/bench.png --seconds 3 --minutes 4 $(ARGS)
 
 check: lint types imports test ## what CI runs: lint, types, import rules, tests
 

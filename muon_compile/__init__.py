@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muon_compile.adapters import Adapter, register_adapter
     from muon_compile.build.pure import build_step, init_state
+    from muon_compile.build.symmetric import register_symmetric_kernel
     from muon_compile.config import AdamWConfig, CompileConfig, MuonConfig
     from muon_compile.layout import inspect_params
     from muon_compile.lower.compiled import CompileError
     from muon_compile.optim import Muon
+    from muon_compile.plan.hardware import Hardware
     from muon_compile.plan.plan import Plan
     from muon_compile.plan.planner import make_plan
     from muon_compile.route import route
@@ -29,6 +31,7 @@ _HOMES = {
     "CompileConfig": "config",
     "CompileError": "lower.compiled",
     "CompiledStep": "run.compiled_step",
+    "Hardware": "plan.hardware",
     "MatrixSpec": "spec",
     "MeshSpec": "spec",
     "Muon": "optim",
@@ -41,6 +44,7 @@ _HOMES = {
     "inspect_params": "layout",
     "make_plan": "plan.planner",
     "register_adapter": "adapters",
+    "register_symmetric_kernel": "build.symmetric",
     "route": "route",
 }
 
@@ -51,6 +55,7 @@ __all__ = [
     "CompileConfig",
     "CompileError",
     "CompiledStep",
+    "Hardware",
     "MatrixSpec",
     "MeshSpec",
     "Muon",
@@ -63,6 +68,7 @@ __all__ = [
     "inspect_params",
     "make_plan",
     "register_adapter",
+    "register_symmetric_kernel",
     "route",
 ]
 

@@ -15,7 +15,8 @@ MomentumForm = Literal["ema", "sum"]
 EpsMode = Literal["clamp", "add"]
 Scale = Literal["original", "match_rms_adamw", "spectral_norm", "rms_norm", "none"]
 DTypeName = Literal["bfloat16", "float16", "float32", "float64"]
-CoefficientName = Literal["jordan", "you", "polar_express"]
+ProductDTypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+CoefficientName = Literal["jordan", "you", "polar_express", "cans"]
 Triple = tuple[float, float, float]
 
 # Sources: torch.optim.Muon (torch 2.13); KellerJordan/Muon; MoonshotAI/Moonlight; microsoft/dion; HyperParallel.
@@ -95,8 +96,10 @@ class MuonConfig:
         momentum_dtype: dtype that momentum is stored in; ``None`` stores it in the gradient's dtype.
         nesterov: Use the Nesterov direction instead of the momentum itself.
         ns_steps: Newton-Schulz iterations, 1 to 99.
-        coefficients: A named table, one ``(a, b, c)`` for every step, or one triple per step.
-        ns_dtype: dtype of the Newton-Schulz products. float16 is refused on CPUs, where it is emulated.
+        coefficients: A named table (sources: ``build.coefficients``), one ``(a, b, c)`` for every step, or one triple
+            per step.
+        ns_dtype: dtype of the Newton-Schulz products; ``"auto"`` lets the planner take the one that the device is
+            fastest with. float16 is refused on CPUs, where it is emulated.
         eps: Guard of the normalization, or ``"relative"`` for scale invariance (divide by the largest entry first).
         eps_mode: ``"clamp"`` divides by ``max(norm, eps)``, ``"add"`` by ``norm + eps``.
         scale: Factor on lr from a matrix's shape ``m x n``.
@@ -115,7 +118,7 @@ class MuonConfig:
     nesterov: bool | None = None
     ns_steps: int = 5
     coefficients: CoefficientName | Triple | tuple[Triple, ...] | None = None
-    ns_dtype: DTypeName = "bfloat16"
+    ns_dtype: ProductDTypeName = "bfloat16"
     eps: float | Literal["relative"] | None = None
     eps_mode: EpsMode | None = None
     scale: Scale | None = None
@@ -139,7 +142,7 @@ class MuonConfig:
             "an int from 1 to 99",
             _is_positive_int(self.ns_steps) and self.ns_steps < 100,
         )
-        _choice(me, "ns_dtype", self.ns_dtype, get_args(DTypeName))
+        _choice(me, "ns_dtype", self.ns_dtype, get_args(ProductDTypeName))
         _choice(me, "eps_mode", self.eps_mode, get_args(EpsMode))
         _choice(me, "scale", self.scale, get_args(Scale))
         if self.eps != "relative":

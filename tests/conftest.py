@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Plans of tests are the same on every machine, and none of them is measured.
+os.environ.setdefault("MUON_COMPILE_HARDWARE", "cpu-2core")
 
 
 @pytest.fixture(autouse=True, scope="session")

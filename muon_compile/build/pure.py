@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muon_compile.build.step import BucketState, run_step
 from muon_compile.config import AdamWConfig
-from muon_compile.plan.plan import Bucket, Plan
+from muon_compile.plan.plan import Bucket, Plan, Stretch
 from muon_compile.spec import Algorithm
 
 State = dict[str, dict[str, Tensor]]
@@ -56,30 +56,57 @@ def init_state(plan: Plan, params: Tensors | None = None) -> State:
 class _PureBoundary:
     """Packs by ``stack`` and collects what the step makes, leaving every argument alone."""
 
+    in_place = False
+
     def __init__(self, params: Sequence[Tensor], state: Mapping[str, BucketState], grads: Sequence[Tensor]) -> None:
         self.params, self.state, self.grads = params, state, grads
-        self.new_params = list(params)
-        self.new_state: State = {name: dict(tensors) for name, tensors in state.items()}
+        self._params: dict[int, list[Tensor]] = {}
+        self._state: dict[tuple[str, str], list[list[Tensor]]] = {}
 
-    def pack(self, bucket: Bucket) -> Tensor:
-        """The bucket's gradients, stacked."""
-        return torch.stack([self.grads[i] for i in bucket.params])
+    def new_params(self) -> list[Tensor]:
+        """The parameters after the step; one that was cut is put together again."""
+        return [_join(self._params[i], 0) if i in self._params else p for i, p in enumerate(self.params)]
 
-    def load(self, bucket: Bucket) -> BucketState:
-        """The bucket's state."""
-        return self.state[bucket.name]
+    def new_state(self) -> State:
+        """The state after the step."""
+        result: State = {name: dict(tensors) for name, tensors in self.state.items()}
+        for (bucket, name), rows in self._state.items():
+            result[bucket][name] = _join([_join(row, 1) for row in rows], 0)
+        return result
 
-    def store(self, bucket: Bucket, name: str, value: Tensor) -> None:
+    def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
+        """Nothing: a pure step is scheduled by whoever compiles it."""
+
+    def pack(self, part: Stretch) -> Tensor:
+        """The part's gradients, stacked."""
+        return torch.stack(part.of_params(self.grads))
+
+    def load(self, part: Stretch) -> BucketState:
+        """The part's state."""
+        return {name: part.of_state(tensor) for name, tensor in self.state[part.whole.name].items()}
+
+    def store(self, part: Stretch, name: str, value: Tensor) -> None:
         """Keep a new state tensor."""
-        self.new_state[bucket.name][name] = value.to(self.state[bucket.name][name].dtype)
+        rows = self._state.setdefault((part.whole.name, name), [])
+        if part.part.stack is None or part.part.stack[0] == 0:
+            rows.append([])
+        rows[-1].append(value.to(self.state[part.whole.name][name].dtype))
 
-    def apply(self, bucket: Bucket, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
-        """Decay the bucket's parameters and add the update."""
+    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> None:
+        """Nothing: the pure form has no operator of its own."""
+
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+        """Decay the part's parameters and add the update."""
+        bucket = part.bucket
         delta = update if step_size is None else scaled(update, step_size, bucket.dtype)
         decays = decay.unbind(0) if decay.dim() else (decay,) * bucket.size
-        for index, row, factor in zip(bucket.params, delta.unbind(0), decays, strict=True):
-            param = self.params[index]
-            self.new_params[index] = (param * factor.to(row.dtype) + row).to(param.dtype)
+        olds = part.of_params(self.params)
+        for index, old, row, factor in zip(bucket.params, olds, delta.unbind(0), decays, strict=True):
+            self._params.setdefault(index, []).append((old * factor.to(row.dtype) + row).to(old.dtype))
+
+
+def _join(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def scaled(update: Tensor, step_size: Tensor, dtype: str) -> Tensor:
@@ -133,8 +160,8 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
         run_step(plan, boundary, _as_hyper(plan, hyper, listed[0].device), presence)
         if isinstance(params, Mapping):
             names = [spec.name for spec in plan.specs]
-            return dict(zip(names, boundary.new_params, strict=True)), boundary.new_state
-        return boundary.new_params, boundary.new_state
+            return dict(zip(names, boundary.new_params(), strict=True)), boundary.new_state()
+        return boundary.new_params(), boundary.new_state()
 
     return update
 

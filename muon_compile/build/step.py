@@ -17,26 +17,39 @@ from muon_compile.build.adamw import adamw_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
 from muon_compile.config import AdamWConfig, MuonConfig
-from muon_compile.plan.plan import Bucket, Plan, Wave
+from muon_compile.plan.plan import Bucket, Plan, Stretch, Wave
 
 Hyper = Sequence[Mapping[str, Tensor]]
 BucketState = Mapping[str, Tensor]
 
 
 class Boundary(Protocol):
-    """Where stacked tensors meet lists of parameters. One implementation is pure, one per backend writes in place."""
+    """Where stacked tensors meet lists of parameters. One implementation is pure, one per backend writes in place.
 
-    def pack(self, bucket: Bucket) -> Tensor:
-        """The bucket's gradients as ``[B, *shape]``."""
+    ``B`` is the number of parameters of the part at hand, ``shape`` the shape of each, as in ``part.bucket``.
+    """
 
-    def load(self, bucket: Bucket) -> BucketState:
-        """The bucket's stacked state."""
+    in_place: bool
+    """Whether intermediate results may be overwritten: nothing but the step itself will see them."""
 
-    def store(self, bucket: Bucket, name: str, value: Tensor) -> None:
+    def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
+        """The parts ``done`` are through; nothing of those ``coming`` may begin before that."""
+
+    def pack(self, part: Stretch) -> Tensor:
+        """The part's gradients as ``[B, *shape]``."""
+
+    def load(self, part: Stretch) -> BucketState:
+        """The part's stacked state."""
+
+    def store(self, part: Stretch, name: str, value: Tensor) -> None:
         """Keep a new state tensor, rounded to the state's dtype."""
 
-    def apply(self, bucket: Bucket, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
-        """``P <- P * decay + update * step_size`` for every parameter of the bucket (``step_size`` None: 1)."""
+    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+        """New momentum kept and its direction ``[B, *shape]`` returned, rounded to ``dtype`` (None: float32 or wider),
+        where the boundary has one operator for all of that; else None, and nothing is done."""
+
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+        """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1)."""
 
 
 def run_step(plan: Plan, boundary: Boundary, hyper: Hyper, presence: Sequence[Tensor] | None = None) -> None:
@@ -48,25 +61,26 @@ def run_step(plan: Plan, boundary: Boundary, hyper: Hyper, presence: Sequence[Te
         hyper: One mapping of 0-d tensors per hyperparameter group.
         presence: ``[B]`` bool per bucket, False where a parameter has no gradient; None: all are there.
     """
-    for wave in plan.waves:
+    for index, wave in enumerate(plan.waves):
+        if index:
+            done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
+            boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
         _run_wave(plan, wave, boundary, hyper, presence)
 
 
 def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, hyper: Hyper, presence: Sequence[Tensor] | None) -> None:
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
-    for index in wave.buckets:
-        bucket = plan.buckets[index]
-        mask = None if presence is None else presence[index]
-        grad, state = boundary.pack(bucket), boundary.load(bucket)
-        if bucket.algorithm == "muon":
-            views[index] = _muon_direction(plan, bucket, boundary, grad, state, hyper, mask)
+    parts = {index: plan.stretch(index) for index in wave.parts}
+    masks = {i: None if presence is None else p.of_rows(presence[p.part.bucket]) for i, p in parts.items()}
+    for index, part in parts.items():
+        if part.bucket.algorithm == "muon":
+            views[index] = _muon_direction(plan, part, boundary, hyper, masks[index])
         else:
-            updates[index] = _adamw(bucket, boundary, grad, state, hyper, mask)
-    orthogonal = _orthogonalize_wave(plan, wave, views)
-    for index in wave.buckets:
-        bucket = plan.buckets[index]
-        mask = None if presence is None else presence[index]
+            updates[index] = _adamw(part, boundary, hyper, masks[index])
+    orthogonal = _orthogonalize_wave(plan, wave, views, boundary.in_place)
+    for index, part in parts.items():
+        bucket, mask = part.bucket, masks[index]
         decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
         step_size: Tensor | None = None
         update = updates.get(index)
@@ -76,65 +90,57 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, hyper: Hyper, presence
         if mask is not None:
             decay = torch.where(mask, decay, 1.0)
             step_size = torch.where(mask, 1.0 if step_size is None else step_size, 0.0).to(decay.dtype)
-        boundary.apply(bucket, update, decay, step_size)
+        boundary.apply(part, update, decay, step_size)
 
 
-def _muon_direction(
-    plan: Plan,
-    bucket: Bucket,
-    boundary: Boundary,
-    grad: Tensor,
-    state: BucketState,
-    hyper: Hyper,
-    mask: Tensor | None,
-) -> Tensor:
+def _muon_direction(plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
+    bucket = part.bucket
     config, view = bucket.config, bucket.view
     assert isinstance(config, MuonConfig) and view is not None
-    old = state["momentum_buffer"]
     mu = _column(hyper, bucket, "momentum")
-    form = exact_direction if plan.exact else direction
-    new, update = form(grad, old, _columns(mu, grad), config, None if mask is None else _columns(mask, grad))
-    if config.eps != "relative" and config.ns_dtype != "float16":
-        # Rounded before the store, so that a backend reads momentum and gradient once for both.
-        update = update.to(getattr(torch, config.ns_dtype))
-    boundary.store(bucket, "momentum_buffer", new)
+    # Rounded before the store, so that a backend reads momentum and gradient once for both.
+    rounded = config.eps != "relative" and config.ns_dtype != "float16"
+    dtype: torch.dtype | None = getattr(torch, config.ns_dtype) if rounded else None
+    update = None if plan.exact else boundary.momentum(part, mu, mask, dtype)
+    if update is None:
+        grad, old = boundary.pack(part), boundary.load(part)["momentum_buffer"]
+        form = exact_direction if plan.exact else direction
+        new, update = form(grad, old, _columns(mu, grad), config, None if mask is None else _columns(mask, grad))
+        update = update if dtype is None else update.to(dtype)
+        boundary.store(part, "momentum_buffer", new)
     return update.reshape(bucket.size * view.stacks, view.rows, view.cols)
 
 
-def _adamw(
-    bucket: Bucket,
-    boundary: Boundary,
-    grad: Tensor,
-    state: BucketState,
-    hyper: Hyper,
-    mask: Tensor | None,
-) -> Tensor:
-    assert isinstance(bucket.config, AdamWConfig)
-    values = {name: _column(hyper, bucket, name) for name in ("lr", "beta1", "beta2")}
-    new, update = adamw_update(grad, state, values, bucket.config, mask)
+def _adamw(part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
+    config = part.bucket.config
+    assert isinstance(config, AdamWConfig)
+    grad, state = boundary.pack(part), boundary.load(part)
+    values = {name: _column(hyper, part.bucket, name) for name in ("lr", "beta1", "beta2")}
+    new, update = adamw_update(grad, state, values, config, mask)
     for name, value in new.items():
-        boundary.store(bucket, name, value)
+        boundary.store(part, name, value)
     return update
 
 
-def _orthogonalize_wave(plan: Plan, wave: Wave, views: Mapping[int, Tensor]) -> dict[int, list[Tensor]]:
-    """Newton-Schulz over every batch of the wave; per bucket the blocks of the result, in row order."""
+def _orthogonalize_wave(plan: Plan, wave: Wave, views: Mapping[int, Tensor], in_place: bool) -> dict[int, list[Tensor]]:
+    """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
     inputs = []
     for index in wave.batches:
         batch = plan.batches[index]
-        parts = [views[p.bucket].narrow(1, p.start, p.rows) for p in batch.pieces]
-        inputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        pieces = [views[p.part].narrow(1, p.start, p.rows) for p in batch.pieces]
+        inputs.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
     outputs: dict[tuple[int, int], Tensor] = {}
     for index, x in zip(wave.batches, inputs, strict=True):
         batch = plan.batches[index]
-        result = orthogonalize(x, batch.config, exact=plan.exact)
+        form, kernel = batch.form, batch.kernel
+        result = orthogonalize(x, batch.config, exact=plan.exact, form=form, kernel=kernel, in_place=in_place)
         counts = [p.num_matrices for p in batch.pieces]
-        parts = [result] if len(counts) == 1 else list(result.split(counts))
-        for piece, part in zip(batch.pieces, parts, strict=True):
-            outputs[piece.bucket, piece.start] = part
+        results = [result] if len(counts) == 1 else list(result.split(counts))
+        for piece, part in zip(batch.pieces, results, strict=True):
+            outputs[piece.part, piece.start] = part
     blocks: dict[int, list[Tensor]] = {}
-    for bucket_index, start in sorted(outputs):
-        blocks.setdefault(bucket_index, []).append(outputs[bucket_index, start])
+    for part_index, start in sorted(outputs):
+        blocks.setdefault(part_index, []).append(outputs[part_index, start])
     return blocks
 
 

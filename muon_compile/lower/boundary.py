@@ -1,7 +1,9 @@
 """The list-to-bucket boundary of a compiled step: the only nodes that see a list of parameters.
 
-``pack`` and ``apply_`` are single operators, so the graph does not grow with the number of parameters. A bucket of one
-needs neither: its work is left to the backend to fuse.
+Each is a single operator, so the graph does not grow with the number of parameters. In a plan for the CPU kernels
+``momentum_`` and ``update_`` do all of a bucket's work on either side of Newton-Schulz, reading and writing
+everything once. Elsewhere ``pack`` and ``apply_`` move between list and bucket, and the arithmetic is the backend's to
+fuse; there a bucket of one needs neither.
 """
 
 from __future__ import annotations
@@ -11,8 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muon_compile.kernels import cpu
+
 _LIB = torch.library.Library("muon_compile", "FRAGMENT")
 _LIB.define("pack(Tensor[] tensors) -> Tensor")
+_LIB.define(
+    "momentum_(Tensor[] grads, Tensor(a!) momentum, Tensor mu, Tensor? present, bool ema, bool nesterov, "
+    "ScalarType dtype) -> Tensor"
+)
+_LIB.define("update_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> ()")
+_LIB.define("next_wave_(Tensor(a!)[] tensors) -> ()")
 _LIB.define("apply_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor? step_size) -> ()")
 
 # From this many elements on a parameter is worth its own two calls, which leave it in cache in between.
@@ -63,6 +73,50 @@ def _apply_fake(params: list[Tensor], update: Tensor, decay: Tensor, step_size: 
     return None
 
 
+def _momentum(
+    grads: list[Tensor],
+    momentum: Tensor,
+    mu: Tensor,
+    present: Tensor | None,
+    ema: bool,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.empty(momentum.shape, dtype=dtype)
+    cpu.momentum(grads, momentum, out, mu, present, ema=ema, nesterov=nesterov)
+    return out
+
+
+def _momentum_fake(
+    grads: list[Tensor],
+    momentum: Tensor,
+    mu: Tensor,
+    present: Tensor | None,
+    ema: bool,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty(momentum.shape, dtype=dtype, device=momentum.device)
+
+
+def _update(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
+    cpu.update(params, update.contiguous(), decay, step_size)
+
+
+def _update_fake(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
+    return None
+
+
+def _next_wave(tensors: list[Tensor]) -> None:
+    """Nothing: what comes before it is done before what comes after it begins."""
+
+
+_LIB.impl("next_wave_", _next_wave, "CompositeExplicitAutograd")
+torch.library.register_fake("muon_compile::next_wave_", _next_wave, lib=_LIB)
+_LIB.impl("momentum_", _momentum, "CPU")
+_LIB.impl("update_", _update, "CPU")
+torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
+torch.library.register_fake("muon_compile::update_", _update_fake, lib=_LIB)
 _LIB.impl("pack", _pack, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_device, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_cpu, "CPU")
@@ -106,3 +160,42 @@ def apply_(params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: T
         first.copy_(new)
         return
     torch.ops.muon_compile.apply_(list(params), delta.to(first.dtype), decay.to(wide), None)
+
+
+def native_takes(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether the CPU kernels know the tensor's place and dtype, and the other dtypes."""
+    return tensor.device.type == "cpu" and cpu.takes(tensor.dtype, *dtypes)
+
+
+def momentum_(
+    grads: Sequence[Tensor],
+    momentum: Tensor,
+    mu: Tensor,
+    present: Tensor | None,
+    *,
+    ema: bool,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Update a bucket's momentum in place, in one pass; see ``kernels.cpu.momentum``.
+
+    Returns:
+        The directions, ``[B, *shape]`` of ``dtype``; zero where there is no gradient.
+    """
+    operator = torch.ops.muon_compile.momentum_
+    result: Tensor = operator(list(grads), momentum, mu, present, ema, nesterov, dtype)
+    return result
+
+
+def update_(params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
+    """Write ``p <- p * decay + update * step_size`` into every parameter, in one pass; see ``kernels.cpu.update``."""
+    torch.ops.muon_compile.update_(list(params), update, decay, step_size)
+
+
+def next_wave_(tensors: Sequence[Tensor]) -> None:
+    """Keep a backend from starting a wave before the last one is over, for its temporaries would then be alive with it.
+
+    Args:
+        tensors: Of every part of the last wave one that it has written, of every part of the next one that it reads.
+    """
+    torch.ops.muon_compile.next_wave_(list(tensors))

@@ -85,8 +85,11 @@ def operators_fingerprint() -> bytes:
     """
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for name in ("build/opaque.py", "lower/boundary.py", "lower/inductor.py"):
-        digest.update((root / name).read_bytes())
+    kernels = sorted((root / "kernels").glob("*"))
+    named = [root / name for name in ("build/opaque.py", "build/native_ops.py", "build/symmetric.py")]
+    for path in (*named, root / "lower/boundary.py", Path(__file__), *kernels):
+        if path.is_file():
+            digest.update(path.read_bytes())
     return digest.digest()
 
 

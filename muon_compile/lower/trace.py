@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from muon_compile.lower.boundary import apply_, pack
-from muon_compile.plan.plan import Bucket, Plan
+from muon_compile.config import MuonConfig
+from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
+from muon_compile.plan.plan import Plan, Stretch
 
 # run_step of muon_compile.build: (plan, boundary, hyper, presence) -> None. Passed in, so that this floor and the
 # builder's stay apart.
@@ -63,6 +64,8 @@ class TracedStep:
 class InPlaceBoundary:
     """Writes state and parameters where they are; the compiled graph's side of the boundary."""
 
+    in_place = True
+
     def __init__(
         self,
         plan: Plan,
@@ -70,27 +73,48 @@ class InPlaceBoundary:
         grads: Sequence[Tensor],
         state: Mapping[tuple[int, str], Tensor],
     ) -> None:
-        self.exact = plan.exact
+        self.exact, self.native = plan.exact, plan.native
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
         for (index, name), tensor in state.items():
             self.state[plan.buckets[index].name][name] = tensor
 
-    def pack(self, bucket: Bucket) -> Tensor:
-        """The bucket's gradients, stacked."""
-        return pack([self.grads[i] for i in bucket.params])
+    def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
+        """Order two waves."""
+        written = [part.of_params(self.params)[0] for part in done]
+        next_wave_([*written, *[next(iter(self.load(part).values())) for part in coming]])
 
-    def load(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """The bucket's state."""
-        return self.state[bucket.name]
+    def pack(self, part: Stretch) -> Tensor:
+        """The part's gradients, stacked."""
+        return pack(part.of_params(self.grads))
 
-    def store(self, bucket: Bucket, name: str, value: Tensor) -> None:
+    def load(self, part: Stretch) -> Mapping[str, Tensor]:
+        """The part's state."""
+        return {name: part.of_state(tensor) for name, tensor in self.state[part.whole.name].items()}
+
+    def store(self, part: Stretch, name: str, value: Tensor) -> None:
         """Keep a new state tensor."""
-        self.state[bucket.name][name].copy_(value)
+        part.of_state(self.state[part.whole.name][name]).copy_(value)
 
-    def apply(self, bucket: Bucket, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
-        """Decay the bucket's parameters and add the update."""
-        apply_([self.params[i] for i in bucket.params], update, decay, step_size, exact=self.exact)
+    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+        """One pass over the part where the CPU kernel takes it: momentum in place, directions returned."""
+        grads, config = part.of_params(self.grads), part.bucket.config
+        state = part.of_state(self.state[part.whole.name]["momentum_buffer"])
+        dtype = torch.float32 if dtype is None else dtype
+        if not self.native or not native_takes(grads[0], state.dtype, dtype):
+            return None
+        assert isinstance(config, MuonConfig)
+        ema = config.momentum_form == "ema"
+        return momentum_(grads, state, mu, mask, ema=ema, nesterov=bool(config.nesterov), dtype=dtype)
+
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+        """Decay the part's parameters and add the update."""
+        params = part.of_params(self.params)
+        if self.native and part.bucket.algorithm == "muon" and native_takes(params[0], update.dtype):
+            assert step_size is not None
+            update_(params, update, decay, step_size)
+            return
+        apply_(params, update, decay, step_size, exact=self.exact)
 
 
 def flat_step(plan: Plan, spec: InputSpec, run_step: RunStep) -> Callable[..., tuple[()]]:

@@ -24,6 +24,7 @@ def describe_plan(plan: Plan) -> str:
     console.print(_buckets_table(plan))
     if plan.batches:
         console.print(_batches_table(plan))
+        console.print(_reasons_table(plan))
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())
 
 
@@ -31,11 +32,10 @@ def _headline(plan: Plan) -> str:
     count = len(plan.specs)
     elements = sum(spec.numel for spec in plan.specs)
     flops = sum(batch.flops for batch in plan.batches)
-    temp = max(wave.temp_bytes for wave in plan.waves)
     return (
         f"plan {plan.digest}: {count} parameters ({elements:,} elements) in {len(plan.buckets)} buckets, "
         f"{len(plan.batches)} Newton-Schulz batches, {len(plan.waves)} wave(s), {plan.mesh.num_ranks} rank(s)\n"
-        f"Newton-Schulz {flops / 1e9:,.2f} GFLOP per step, temporaries about {temp / 2**20:,.1f} MiB, "
+        f"Newton-Schulz {flops / 1e9:,.2f} GFLOP per step, temporaries about {plan.temp_bytes / 2**20:,.1f} MiB, "
         f"{len(plan.collectives)} collectives{', exact' if plan.exact else ''}"
     )
 
@@ -47,10 +47,10 @@ def _names(plan: Plan, bucket: Bucket) -> str:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
     """A table whose last column gives way first: the others keep their whole text where it fits at all."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     widths = [min(36, max(map(len, cells))) for cells in zip(headings, *rows, strict=True)][:-1]
     # SIMPLE_HEAD puts an edge on both sides, and a space and a divider after every column but the last.
-    widths.append(max(12, WIDTH - 2 - sum(width + 3 for width in widths)))
+    widths.append(max(12, WIDTH - 2 - sum(width + 2 for width in widths)))
     for heading, width in zip(headings, widths, strict=True):
         justify: Literal["right", "left"] = "right" if heading in right else "left"
         table.add_column(heading, overflow="ellipsis", no_wrap=True, justify=justify, max_width=width)
@@ -78,21 +78,14 @@ def _batches_table(plan: Plan) -> Table:
         config = batch.config
         given = config.coefficients
         coefficients = given if isinstance(given, str) else "custom"
-        sources = list(dict.fromkeys(plan.buckets[piece.bucket].name for piece in batch.pieces))
-        what = (batch.name, str(batch.num_matrices), f"{batch.rows} x {batch.cols}", batch.form, config.ns_dtype)
-        how = (str(config.ns_steps), coefficients, str(config.scale), f"{batch.flops / 1e9:.3f}")
-        rows.append((*what, *how, ",".join(sources), batch.reason))
-    headings = (
-        "batch",
-        "B",
-        "m x n",
-        "form",
-        "dtype",
-        "steps",
-        "coefficients",
-        "scale",
-        "GFLOP",
-        "from",
-        "why this form",
-    )
-    return _table(headings, rows, right=("B", "steps", "GFLOP"))
+        sources = list(dict.fromkeys(plan.buckets[plan.parts[piece.part].bucket].name for piece in batch.pieces))
+        what = (batch.name, str(batch.num_matrices), f"{batch.rows} x {batch.cols}", batch.form, batch.kernel)
+        how = (config.ns_dtype, f"{config.ns_steps} {coefficients}", str(config.scale), f"{batch.flops / 1e9:.3f}")
+        rows.append((*what, *how, ",".join(sources)))
+    headings = ("batch", "B", "m x n", "form", "kernel", "dtype", "steps", "scale", "GFLOP", "from")
+    return _table(headings, rows, right=("B", "GFLOP"))
+
+
+def _reasons_table(plan: Plan) -> Table:
+    rows = [(f"{batch.name}:", batch.reason) for batch in plan.batches]
+    return _table(("batch", "why this form and kernel"), rows, right=())

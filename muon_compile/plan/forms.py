@@ -54,18 +54,21 @@ class Form:
         base = "gram" if self.gram == "float32" else f"gram_{self.gram}"
         return base if len(self.segments) == 1 else f"{base}:{','.join(map(str, self.segments))}"
 
-    def flops(self, rows: int, cols: int, *, symmetric: bool = False) -> int:
-        """Floating point operations for one ``rows x cols`` matrix, a split product counted as three.
+    def flops(self, rows: int, cols: int, *, symmetric: bool = False, narrow: bool = True) -> int:
+        """Floating point operations for one ``rows x cols`` matrix, all products that run counted.
 
         Args:
             rows: m.
             cols: n.
             symmetric: A product known to be symmetric is computed in one triangle only.
+            narrow: X has half precision: a split product is then three, and a Q of more precision than X is applied as
+                two halves.
         """
         small, large = self.products()
         r, c = sorted((rows, cols))
         half = 2 if symmetric else 1
-        weight = 3 if self.gram == "split" else 1
+        weight = 3 if self.gram == "split" and narrow else 1
+        large *= 2 if self.gram in ("float32", "split") and narrow else 1
         gram = len(self.segments) * 2 * r * r * c // half
         inner = small * weight * 2 * r**3 // half
         apply = large * 2 * r * r * c

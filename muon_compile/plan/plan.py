@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cattrs
@@ -13,7 +14,7 @@ from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.forms import parse_form
 from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +54,64 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Rows ``start`` to ``start + rows`` of every matrix of a bucket, one run of a batch.
+class Part:
+    """What of a bucket goes through the step in one wave: all of it, or where that needs too much memory a stretch.
 
     Args:
         bucket: Index into ``Plan.buckets``.
-        start: First row within the bucket's matrix view.
-        rows: Rows per matrix.
-        num_matrices: Matrices that the piece contributes, B * stacks.
+        start: First parameter, counted within the bucket.
+        stop: The one after the last.
+        stack: Of a single parameter ``[E, m, n]``, the first of its matrices and the one after the last; None: all.
     """
 
     bucket: int
+    start: int
+    stop: int
+    stack: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A part resolved against its bucket: how to cut a parameter list, and stacked tensors, down to it.
+
+    Args:
+        part: The part.
+        whole: Its bucket.
+        bucket: The part as a bucket of its own, by the name of the whole.
+    """
+
+    part: Part
+    whole: Bucket
+    bucket: Bucket
+
+    def of_params(self, tensors: Sequence[Any]) -> list[Any]:
+        """The part's parameters, or gradients, out of one tensor for every parameter of the plan."""
+        chosen = [tensors[i] for i in self.bucket.params]
+        return chosen if self.part.stack is None else [t[slice(*self.part.stack)] for t in chosen]
+
+    def of_rows(self, rows: Any) -> Any:
+        """The part of a tensor ``[B]``, one value for every parameter of the bucket."""
+        everything = (self.part.start, self.part.stop) == (0, self.whole.size)
+        return rows if everything else rows[self.part.start : self.part.stop]
+
+    def of_state(self, stacked: Any) -> Any:
+        """The part of a tensor ``[B, *shape]`` or ``[B]``."""
+        mine = self.of_rows(stacked)
+        return mine if self.part.stack is None or mine.ndim == 1 else mine[:, slice(*self.part.stack)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows ``start`` to ``start + rows`` of every matrix of a part, one run of a batch.
+
+    Args:
+        part: Index into ``Plan.parts``.
+        start: First row within the bucket's matrix view.
+        rows: Rows per matrix.
+        num_matrices: Matrices that the piece contributes.
+    """
+
+    part: int
     start: int
     rows: int
     num_matrices: int
@@ -105,14 +153,21 @@ class Batch:
     def flops(self) -> int:
         """Floating point operations of the iteration in its form."""
         form = parse_form(self.form, self.config.ns_steps)
-        return self.num_matrices * form.flops(self.rows, self.cols, symmetric=self.kernel != "graph")
+        narrow = FLOAT_BYTES[self.config.ns_dtype] < FLOAT_BYTES["float32"]
+        return self.num_matrices * form.flops(self.rows, self.cols, symmetric=self.kernel != "graph", narrow=narrow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Buckets and batches whose temporaries are alive together; waves run one after the other."""
+    """Parts and batches whose temporaries are alive together; waves run one after the other.
 
-    buckets: tuple[int, ...]
+    Args:
+        parts: Indices into ``Plan.parts``.
+        batches: Indices into ``Plan.batches``.
+        temp_bytes: Memory that the wave's temporaries take at once, in bytes.
+    """
+
+    parts: tuple[int, ...]
     batches: tuple[int, ...]
     temp_bytes: int
 
@@ -124,23 +179,27 @@ class Plan:
     Args:
         specs: The parameters, in order.
         buckets: Stacked storage.
+        parts: The buckets, cut where they would need too much memory at once.
         batches: Newton-Schulz work.
         waves: Order of execution.
         collectives: What the graph will issue, in order; empty on one rank.
         mesh: The mesh it was made for.
         strategy: The strategy of every bucket; ``local`` on one rank.
         exact: Stock operator order and roundings.
+        native: The passes over gradients, momentum and parameters on the CPU are this library's kernels.
         version: Format of the plan.
     """
 
     specs: tuple[MatrixSpec, ...]
     buckets: tuple[Bucket, ...]
+    parts: tuple[Part, ...]
     batches: tuple[Batch, ...]
     waves: tuple[Wave, ...]
     collectives: tuple[CollectiveSpec, ...] = ()
     mesh: MeshSpec = MeshSpec()
     strategy: str = "local"
     exact: bool = False
+    native: bool = False
     version: int = PLAN_VERSION
 
     @property
@@ -149,9 +208,21 @@ class Plan:
         return 1 + max([-1, *[spec.group for spec in self.specs]])
 
     @property
+    def temp_bytes(self) -> int:
+        """Most memory that temporaries take at once, in bytes, beside the CPU kernel's own scratch."""
+        return max((wave.temp_bytes for wave in self.waves), default=0)
+
+    def stretch(self, index: int) -> Stretch:
+        """Part ``index`` with its bucket."""
+        return resolve_part(self.buckets, self.parts[index])
+
+    @property
     def digest(self) -> str:
-        """Hex digest of the whole plan; ranks that will work together have equal ones."""
-        text = json.dumps(_CONVERTER.unstructure(self), sort_keys=True)
+        """Hex digest of the plan, its reasons apart; ranks that will work together have equal ones."""
+        data = _CONVERTER.unstructure(self)
+        for batch in data["batches"]:
+            del batch["reason"]
+        text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -187,6 +258,18 @@ class Plan:
         from muon_compile.plan.describe import describe_plan
 
         return describe_plan(self)
+
+
+def resolve_part(buckets: Sequence[Bucket], part: Part) -> Stretch:
+    """A part with its bucket, and as a bucket of its own."""
+    whole = buckets[part.bucket]
+    bucket = replace(whole, params=whole.params[part.start : part.stop], groups=whole.groups[part.start : part.stop])
+    if part.stack is not None:
+        assert whole.view is not None and bucket.size == 1
+        count = part.stack[1] - part.stack[0]
+        view = replace(whole.view, stacks=whole.view.stacks // whole.shape[0] * count)
+        bucket = replace(bucket, shape=(count, *whole.shape[1:]), view=view)
+    return Stretch(part=part, whole=whole, bucket=bucket)
 
 
 def numel_bytes(numel: int, dtype: str) -> int:

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from muon_compile.build.step import run_step
 from muon_compile.config import CompileConfig
+from muon_compile.kernels import cpu
 from muon_compile.layout import dtype_name
 from muon_compile.lower.backends import lower_step
 from muon_compile.lower.compiled import CompiledGraph
 from muon_compile.lower.trace import InputSpec, TracedStep
-from muon_compile.plan.plan import Plan
+from muon_compile.plan.forms import parse_form
+from muon_compile.plan.plan import Batch, Plan
 from muon_compile.run.hyper import HostVector, HyperVectors
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
@@ -145,6 +147,7 @@ class Binding:
         stats.collectives = len(self.plan.collectives)
         stats.bytes = sum(c.bytes_per_rank for c in self.plan.collectives)
         stats.fx_nodes = len(traced.graph.graph.nodes)
+        stats.temp_bytes, stats.scratch_bytes = self.plan.temp_bytes, _scratch_bytes(self.plan)
         _LOG.info("compiled in %.1f s%s", seconds, " (from the disk cache)" if compiled.cached else "")
 
     def input_spec(self, kind: str) -> InputSpec:
@@ -180,3 +183,15 @@ class Binding:
             shape, dtype = self._grad_facts[index]
             self._absent[bucket] = torch.zeros(shape, dtype=dtype, device=self._params[index].device)
         return self._absent[bucket]
+
+
+def _scratch_bytes(plan: Plan) -> int:
+    """What the CPU kernel needs for the largest batch that it will be given."""
+    native = [batch for batch in plan.batches if batch.kernel == "native"]
+    threads = torch.get_num_threads()
+
+    def needed(batch: Batch) -> int:
+        split = parse_form(batch.form, batch.config.ns_steps).gram == "split"
+        return cpu.scratch_bytes(batch.num_matrices, batch.rows, batch.cols, split=split, threads=threads)
+
+    return max((needed(batch) for batch in native), default=0)

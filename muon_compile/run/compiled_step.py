@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from muon_compile.config import CompileConfig
 from muon_compile.lower.backends import check_backend
+from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.plan.planner import make_plan
 from muon_compile.run.artifacts import write_artifacts
 from muon_compile.run.binding import Binding, Replan
+from muon_compile.run.calibrate import local_hardware
 from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
@@ -43,13 +45,14 @@ class CompiledStep:
         names: Names,
         config: CompileConfig,
         check_compiler: bool = True,
+        hardware: Hardware | None = None,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.config = config
         self.stats = StepStats()
         self._adapters = find_adapters(optimizers)
         self._backend, self._strategy, self._ns = backend, strategy, ns
-        self._names = name_table(names)
+        self._names, self._hardware = name_table(names), hardware
         self._binding: Binding | None = None
         self._broken: str | None = None
         reading = read_optimizers(self.optimizers, self._adapters, self._names)
@@ -162,12 +165,19 @@ class CompiledStep:
         return binding
 
     def _make_plan(self, reading: Any) -> Plan:
+        hardware = self._hardware
+        chooses = not self.config.exact and any(
+            spec.algorithm == "muon" and spec.device.split(":")[0] == "cpu" for spec in reading.specs
+        )
+        if hardware is None and chooses:
+            hardware = local_hardware()
         return make_plan(
             reading.specs,
             strategy=self._strategy,
             ns=self._ns,
             exact=self.config.exact,
             max_temp_bytes=self.config.max_temp_bytes,
+            hardware=hardware,
         )
 
     @torch.no_grad()
@@ -245,6 +255,7 @@ def compile_step(
     names: Names = None,
     groups: Mapping[str, str] | None = None,
     config: CompileConfig | None = None,
+    hardware: Hardware | None = None,
 ) -> CompiledStep:
     """Compile the whole step of an optimizer into one graph, which ``optimizer.step()`` then runs with one call.
 
@@ -254,12 +265,16 @@ def compile_step(
             ``step()`` is then a checked no-op.
         backend: ``"inductor"``, or ``"aot_eager"`` to run the traced graph uncompiled.
         strategy: How sharded matrices are made whole; on one rank ``"auto"`` and ``"local"`` are the same.
-        ns: Newton-Schulz form, ``"auto"`` or ``"standard"``.
+        ns: Newton-Schulz form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name
+            (``make_plan``).
         install: Replace ``optimizer.step``. If False, call the returned step instead.
         names: Parameter names, as pairs (``model.named_parameters()``) or a mapping from tensor to name. Not needed
             where the optimizer was given named parameters.
         groups: Process groups by mesh axis; on one rank there are none.
         config: What is about compiling.
+        hardware: Figures that decide forms and kernels. None: a CPU is measured once (two seconds) and its figures
+            are kept in the cache directory; ``MUON_COMPILE_HARDWARE``, a preset's name or the path of a file, goes
+            before that.
 
     Returns:
         The step. It compiles when it first runs.
@@ -284,6 +299,7 @@ def compile_step(
         ns=ns,
         names=names,
         config=config or CompileConfig(),
+        hardware=hardware,
     )
     step._tell_owners(step)
     if install:

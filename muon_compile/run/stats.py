@@ -21,6 +21,8 @@ class StepStats:
         collectives: Collectives per step.
         bytes: Payload per rank and step, in bytes.
         fx_nodes: Nodes of the last traced graph.
+        temp_bytes: Most memory that a step's temporaries take at once, as planned; ``max_temp_bytes`` bounds it.
+        scratch_bytes: Memory that the CPU kernel takes beside that, for its threads, and keeps between steps.
     """
 
     graphs: int = 0
@@ -33,6 +35,8 @@ class StepStats:
     collectives: int = 0
     bytes: int = 0
     fx_nodes: int = 0
+    temp_bytes: int = 0
+    scratch_bytes: int = 0
 
     @property
     def graph_breaks(self) -> int:

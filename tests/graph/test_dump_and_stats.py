@@ -112,6 +112,7 @@ def test_stats_count_what_happened() -> None:
     step()
     first = step.stats.as_dict()
     assert first.pop("compile_seconds") > 0 and first.pop("fx_nodes") > 20
+    assert (first.pop("temp_bytes"), first.pop("scratch_bytes")) == (step.plan.temp_bytes, 0)
     assert first == {
         "graphs": 1,
         "graph_breaks": 0,

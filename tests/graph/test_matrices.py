@@ -226,7 +226,7 @@ def test_waves_change_nothing() -> None:
     results = []
     for bound in (1, 2**31):
         plan = mc.make_plan(mc.inspect_params(params), max_temp_bytes=bound)
-        assert len(plan.waves) == (4 if bound == 1 else 1)
+        assert len(plan.waves) == (8 if bound == 1 else 1)
         results.append(mc.build_step(plan)(params, mc.init_state(plan, params), grads, hyper))
     (params_1, state_1), (params_2, state_2) = results
     for name in shapes:

@@ -171,7 +171,7 @@ def test_other_unknown_options() -> None:
     [
         ({"backend": "inducto"}, ("backend", "aot_eager", "inducto")),
         ({"strategy": "gram_scatter"}, ("strategy", "local", "gram_scatter")),
-        ({"ns": "gram"}, ("ns", "standard", "gram")),
+        ({"ns": "gramm"}, ("ns", "standard", "gramm")),
         ({"groups": {"shard": "3"}}, ("groups", "none", "shard")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

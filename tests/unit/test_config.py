@@ -11,7 +11,7 @@ import pytest
 import muon_compile as mc
 from muon_compile.build.coefficients import schedule
 from muon_compile.build.orthogonalize import shape_scale
-from muon_compile.config import PRESETS, CoefficientName, Preset
+from muon_compile.config import PRESETS, CoefficientName, DTypeName, Preset
 from tests.reference import RULES
 
 
@@ -78,6 +78,17 @@ def test_coefficients_become_tuples_of_floats() -> None:
 @pytest.mark.parametrize("name", get_args(CoefficientName))
 def test_a_named_table_has_a_row_for_every_step(name: CoefficientName) -> None:
     assert len(schedule(mc.MuonConfig(coefficients=name))) == 5
+
+
+def test_the_products_dtype_may_be_left_to_the_planner() -> None:
+    config = mc.MuonConfig(ns_dtype="auto")
+    assert config.ns_dtype == "auto" and config != mc.MuonConfig()
+    assert "auto" not in get_args(DTypeName)
+    with pytest.raises(ValueError, match=r"ns_dtype: expected one of 'auto', 'bfloat16', .*got 'half'"):
+        mc.MuonConfig(ns_dtype="half")  # type: ignore[arg-type]
+    # A buffer has to have one dtype.
+    with pytest.raises(ValueError, match=r"momentum_dtype: expected one of None, 'bfloat16'.*got 'auto'"):
+        mc.MuonConfig(momentum_dtype="auto")  # type: ignore[arg-type]
 
 
 def test_triples_are_taken_as_they_come() -> None:

@@ -1,16 +1,14 @@
-"""Newton-Schulz: against the float64 polynomial, at the edges of the range, in stacks; its coefficient tables."""
+"""The standard form: against the float64 polynomial, at the edges of the range, in stacks."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import muon_compile as mc
@@ -177,65 +175,6 @@ def test_the_norm_accumulates_in_float32() -> None:
     x = torch.full((1, 32, 128), 3.0, dtype=torch.bfloat16)
     norm = float(normalize(x, mc.MuonConfig(), torch.bfloat16).double().norm())
     assert norm == pytest.approx(1.0, rel=2**-8)
-
-
-# -- the tables -------------------------------------------------------------------------------------------------------
-
-
-def optimal_quintic(low: float, high: float) -> Triple:
-    """The odd quintic nearest to 1 on ``[low, high]``, by Remez exchange of its four extremes."""
-    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
-    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    for _ in range(100):
-        points = torch.tensor([low, *inner, high], dtype=torch.float64)
-        system = torch.stack([points, points**3, points**5, signs], dim=1)
-        a, b, c, _ = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64)).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)  # the derivative a + 3 b x^2 + 5 c x^4 is zero at the inner ones
-        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-    return a, b, c
-
-
-def polar_express(steps: int, lowest: float = 1e-3, cushion: float = 0.02407327424182761) -> list[Triple]:
-    """The optimal composition, computed anew (Amsel, Persson, Musco, Gower, arXiv 2505.16932, section 3, and code)."""
-    rows, low, high = [], lowest, 1.0
-    for _ in range(steps):
-        a, b, c = optimal_quintic(max(low, cushion * high), high)
-        ends = [a * x + b * x**3 + c * x**5 for x in (low, high)]
-        # Cushioned, the polynomial is centred on too short an interval: centre it around 1 on the whole one.
-        factor = 2 / sum(ends) if cushion * high > low else 1.0
-        rows.append((a * factor, b * factor, c * factor))
-        low = ends[0] * factor
-        high = 2 - low
-    return rows
-
-
-def test_polar_express_is_what_its_derivation_gives() -> None:
-    given_rows = schedule(mc.MuonConfig(coefficients="polar_express", ns_steps=8))
-    for index, (row, (a, b, c)) in enumerate(zip(given_rows[:5], polar_express(5), strict=True)):
-        # Against rounding in bfloat16 the argument shrinks by 1 % in all but the last row of the table.
-        assert row == pytest.approx((a / 1.01, b / 1.01**3, c / 1.01**5), rel=1e-6), index
-    # From there on the interval has shrunk to a point, where the limit is known: 15/8, -10/8, 3/8.
-    assert given_rows[6] == pytest.approx((1.875 / 1.01, -1.25 / 1.01**3, 0.375 / 1.01**5), rel=2e-6)
-    assert given_rows[7] == (1.875, -1.25, 0.375)
-    assert schedule(mc.MuonConfig(coefficients="polar_express", ns_steps=11))[8:] == ((1.875, -1.25, 0.375),) * 3
-
-
-@pytest.mark.parametrize(
-    ("coefficients", "steps", "low", "high"),
-    [
-        ("jordan", 5, 0.65, 1.25),
-        ("you", 5, 0.7, 1.25),
-        ("polar_express", 5, 0.7, 1.25),
-        ("polar_express", 8, 0.98, 1.02),
-    ],
-)
-def test_a_table_brings_singular_values_to_about_one(
-    coefficients: Literal["jordan", "you", "polar_express"], steps: int, low: float, high: float
-) -> None:
-    x: Tensor = torch.logspace(-2, 0, 2000, dtype=torch.float64)
-    for a, b, c in schedule(mc.MuonConfig(coefficients=coefficients, ns_steps=steps)):
-        x = a * x + b * x**3 + c * x**5
-    assert low < float(x.min()) < float(x.max()) < high
 
 
 def test_every_row_of_a_schedule_is_used_in_order() -> None:

@@ -1,0 +1,258 @@
+"""The CPU kernels: compiled with g++ when first needed, kept in the cache directory, called through ctypes.
+
+They need x86-64 with AVX512-BF16 (AMX-BF16 is used where the CPU has it), Linux, g++ and a torch that runs on GNU
+OpenMP, whose threads they share. ``MUON_COMPILE_NATIVE=0`` turns them off; ``MUON_COMPILE_CPU_ISA=avx512_bf16`` leaves
+AMX alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from muon_compile.kernels.cache import cache_or_temporary_dir
+
+_LOG = logging.getLogger("muon_compile")
+_HERE = Path(__file__).parent
+SOURCES = ("elementwise.cpp", "newton_schulz.cpp", "tiles.h")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
+_NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ISAS = {1: "avx512_bf16", 2: "amx_bf16"}
+
+_long, _int, _float, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+
+
+def source_hash() -> str:
+    """Hex digest of the kernels' source."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((_HERE / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """What Linux says this CPU can do; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def why_not() -> str | None:
+    """Why the kernels cannot be used here, or None where they can; compiles them if need be."""
+    return _load()[1]
+
+
+def available() -> bool:
+    """Whether the kernels can be used here; compiles them if need be (about two seconds, once per machine)."""
+    return _load()[0] is not None
+
+
+@functools.lru_cache(maxsize=1)
+def isa() -> str:
+    """The instruction set in use: ``"amx_bf16"`` or ``"avx512_bf16"``."""
+    return _ISAS[_library().mc_isa()]
+
+
+@functools.lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("MUON_COMPILE_NATIVE") == "0":
+        return None, "MUON_COMPILE_NATIVE=0"
+    missing = [flag for flag in _NEEDED if flag not in cpu_flags()]
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or missing:
+        return None, f"expected Linux on x86-64 with {', '.join(_NEEDED)}, got a machine without {missing}"
+    if "libgomp" not in Path("/proc/self/maps").read_text(encoding="utf-8"):
+        return None, "this torch does not run on GNU OpenMP, whose threads the kernels share"
+    compiler = os.environ.get("CXX") or "g++"
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+        if "Free Software Foundation" not in version:
+            return None, f"expected GNU g++, got {version.splitlines()[0] if version else compiler}"
+        return _declare(ctypes.CDLL(str(_compile(compiler, version)))), None
+    except FileNotFoundError:
+        return None, f"no C++ compiler: {compiler!r} was not found"
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        _LOG.warning("the CPU kernels were not compiled, the step runs without them: %s", detail)
+        return None, f"{compiler} failed: {detail}"
+
+
+def _compile(compiler: str, version: str) -> Path:
+    """Path of the shared library for this source, compiler and CPU."""
+    key = hashlib.sha256("\n".join([source_hash(), *_FLAGS, version, *sorted(cpu_flags())]).encode()).hexdigest()[:16]
+    folder = cache_or_temporary_dir()
+    path = folder / f"kernels-{key}.so"
+    if not path.exists():
+        # Under another name first, so that no process ever loads half a file.
+        handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        units = [str(_HERE / name) for name in SOURCES if name.endswith(".cpp")]
+        try:
+            subprocess.run(
+                [compiler, *_FLAGS, *units, "-o", made], capture_output=True, text=True, check=True, timeout=120
+            )
+            os.replace(made, path)
+        finally:
+            Path(made).unlink(missing_ok=True)
+    return path
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.mc_newton_schulz.argtypes = [
+        *(_pointer, _pointer, _long, _long, _long, _pointer, _pointer, _int, _int, _float, _int, _int)
+    ]
+    library.mc_momentum.argtypes = [
+        *(_pointer, _pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int, _int, _int, _int, _int, _int)
+    ]
+    library.mc_update.argtypes = [
+        *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int)
+    ]
+    library.mc_newton_schulz_bytes.argtypes = [_long, _long, _long, _int, _int]
+    library.mc_newton_schulz_bytes.restype = _long
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    library, reason = _load()
+    if library is None:
+        raise RuntimeError(
+            f"The CPU kernels are not available here: {reason}. The plan was made where they are; make it again here, "
+            "or with a Hardware whose native is False."
+        )
+    return library
+
+
+def takes(*dtypes: torch.dtype) -> bool:
+    """Whether the elementwise kernels know all of these dtypes."""
+    return all(dtype in _TYPES for dtype in dtypes)
+
+
+def newton_schulz(
+    x: Tensor,
+    out: Tensor,
+    coefficients: Sequence[float],
+    segments: Sequence[int],
+    *,
+    split: bool,
+    eps: float,
+    eps_add: bool,
+) -> None:
+    """Normalize and orthogonalize every matrix of ``x`` into ``out``, which may be ``x`` itself.
+
+    Args:
+        x: ``[B, m, n]`` bfloat16, contiguous.
+        out: The same.
+        coefficients: Three per step.
+        segments: Steps of each segment (``plan.forms``).
+        split: Small matrices as two halves.
+        eps: Guard of the norm.
+        eps_add: Add it to the norm instead of clamping the norm to it.
+    """
+    assert x.dtype == out.dtype == torch.bfloat16 and x.is_contiguous() and out.is_contiguous()
+    values = (ctypes.c_double * len(coefficients))(*coefficients)
+    counts = (ctypes.c_int64 * len(segments))(*segments)
+    batch, rows, cols = x.shape
+    shape = (x.data_ptr(), out.data_ptr(), batch, rows, cols)
+    form = (ctypes.addressof(values), ctypes.addressof(counts), len(segments), 2 if split else 1)
+    if _library().mc_newton_schulz(*shape, *form, eps, int(eps_add), torch.get_num_threads()):
+        raise MemoryError(f"Newton-Schulz of {tuple(x.shape)}: out of memory for its scratch; nothing has changed.")
+
+
+def scratch_bytes(batch: int, rows: int, cols: int, *, split: bool, threads: int) -> int:
+    """Bytes of scratch memory that ``newton_schulz`` takes, and keeps for its next call."""
+    return int(_library().mc_newton_schulz_bytes(batch, rows, cols, 2 if split else 1, threads))
+
+
+def _scalars(value: Tensor) -> tuple[Tensor, int]:
+    """float64 values and their stride: 0 where one value serves all rows."""
+    value = value.to(torch.float64)
+    if value.numel() == 1:
+        return value, 0
+    return value.contiguous(), 1
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_pointer * len(tensors))(*[t.data_ptr() for t in tensors])
+
+
+def momentum(
+    grads: Sequence[Tensor],
+    state: Tensor,
+    out: Tensor,
+    mu: Tensor,
+    present: Tensor | None,
+    *,
+    ema: bool,
+    nesterov: bool,
+) -> None:
+    """Update the momentum of B matrices in place and write their directions to ``out``.
+
+    Args:
+        grads: B tensors of one shape, contiguous; float32 or bfloat16, like the two below.
+        state: Momentum ``[B, ...]``, contiguous.
+        out: Directions ``[B, ...]``, contiguous; zero where there is no gradient.
+        mu: Momentum coefficient, 0-d or ``[B]``.
+        present: ``[B]`` bool, False where there is no gradient; None: all are there.
+        ema: ``M <- M + (1 - mu)(G - M)`` instead of ``M <- mu M + G``.
+        nesterov: Use the Nesterov direction.
+    """
+    mus, stride = _scalars(mu)
+    mask = None if present is None else present.contiguous()
+    listed = _pointers(grads)
+    memory = (ctypes.addressof(listed), state.data_ptr(), out.data_ptr(), len(grads), grads[0].numel())
+    scalars = (mus.data_ptr(), stride, None if mask is None else mask.data_ptr(), int(ema), int(nesterov))
+    types = (_TYPES[grads[0].dtype], _TYPES[state.dtype], _TYPES[out.dtype])
+    _library().mc_momentum(*memory, *scalars, *types, torch.get_num_threads())
+
+
+def update(params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Tensor) -> None:
+    """Write ``p <- p * decay + direction * size`` into every parameter, in float32, rounded once.
+
+    Args:
+        params: B tensors of one shape, contiguous, float32 or bfloat16.
+        direction: ``[B, ...]``, contiguous, float32 or bfloat16.
+        decay: 0-d or ``[B]``.
+        size: 0-d or ``[B]``; a parameter with decay 1 and size 0 is left alone.
+    """
+    decays, decay_stride = _scalars(decay)
+    sizes, size_stride = _scalars(size)
+    listed = _pointers(params)
+    memory = (ctypes.addressof(listed), direction.data_ptr(), len(params), params[0].numel())
+    scalars = (decays.data_ptr(), decay_stride, sizes.data_ptr(), size_stride)
+    types = (_TYPES[params[0].dtype], _TYPES[direction.dtype])
+    _library().mc_update(*memory, *scalars, *types, torch.get_num_threads())
+
+
+def rate(side: int, *, seconds: float = 0.05) -> float:
+    """Measured FLOP/s of the standard iteration on square bfloat16 matrices, symmetric products counted as half.
+
+    Args:
+        side: m = n.
+        seconds: Time to spend; the best repetition counts.
+    """
+    steps = 5 if side <= 256 else 2
+    batch = max(torch.get_num_threads(), (1 << 18) // side**2)
+    x = torch.full((batch, side, side), 0.01, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    best, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < seconds or best == float("inf"):
+        begun = time.perf_counter()
+        newton_schulz(x, out, (3.4445, -4.7750, 2.0315) * steps, (1,) * steps, split=False, eps=1e-7, eps_add=False)
+        best = min(best, time.perf_counter() - begun)
+    return batch * steps * 4 * side**3 / best
