@@ -1,10 +1,10 @@
 """Predicted time of one Newton-Schulz batch, from a machine's figures.
 
 A batch is ``B`` matrices ``m x n``; ``r = min(m, n)``, ``c = max(m, n)``, ``s`` steps to a segment. Three costs, in
-seconds: products (FLOP over FLOP/s), memory (bytes over bytes/s) and the host (operators times seconds). Products and
-their traffic overlap, the host's time comes on top::
+seconds: products (FLOP over FLOP/s), memory (bytes over bytes/s) and the host (operators times seconds). An operator, or
+in the native kernel a matrix, is first fetched and then computed with, so they add up::
 
-    seconds = host + max(gemm, memory)
+    seconds = host + gemm + memory
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """All of it: the host's time, and the longer of products and traffic."""
-        return self.host_seconds + max(self.gemm_seconds, self.memory_seconds)
+        """All of it."""
+        return self.host_seconds + self.gemm_seconds + self.memory_seconds
 
     @property
     def regime(self) -> Regime:
