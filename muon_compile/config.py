@@ -19,6 +19,19 @@ ProductDTypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 CoefficientName = Literal["jordan", "you", "polar_express", "cans"]
 Triple = tuple[float, float, float]
 
+# Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Every step the same; the singular
+# values of the result lie in about [0.68, 1.13].
+JORDAN: Triple = (3.4445, -4.7750, 2.0315)
+
+# You Jiacheng, x.com/YouJiacheng/status/1905861218138804534 (2025). Made for exactly five steps.
+YOU: tuple[Triple, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
 # Sources: torch.optim.Muon (torch 2.13); KellerJordan/Muon; MoonshotAI/Moonlight; microsoft/dion; HyperParallel.
 PRESETS: dict[str, dict[str, Any]] = {
     "torch": {
@@ -97,7 +110,7 @@ class MuonConfig:
         nesterov: Use the Nesterov direction instead of the momentum itself.
         ns_steps: Newton-Schulz iterations, 1 to 99.
         coefficients: A named table (sources: ``build.coefficients``), one ``(a, b, c)`` for every step, or one triple
-            per step.
+            per step; the numbers of a named table are that table.
         ns_dtype: dtype of the Newton-Schulz products; ``"auto"`` lets the planner take the one that the device is
             fastest with. float16 is refused on CPUs, where it is emulated.
         eps: Guard of the normalization, or ``"relative"`` for scale invariance (divide by the largest entry first).
@@ -174,7 +187,10 @@ class MuonConfig:
         if not one:
             expected = f"{self.ns_steps} triples (ns_steps={self.ns_steps})"
             _expect(me, "coefficients", given, expected, len(triples) == self.ns_steps)
-        object.__setattr__(self, "coefficients", triples[0] if one else triples)
+        # A known table by its numbers, as torch.optim.Muon gives it, is that table: its accuracy is known.
+        known: CoefficientName | None = "jordan" if set(triples) == {JORDAN} else None
+        known = "you" if triples == YOU else known
+        object.__setattr__(self, "coefficients", known or (triples[0] if one else triples))
 
     def _check_blocks(self, me: str) -> None:
         if self.split_sizes is not None:

@@ -79,7 +79,7 @@ def parity(backend: str) -> None:
         "matrices", "mode", "worst error, ours", "worst error, stock", "ours / stock (mean)", "differs from stock by"
     )
     for name, shapes in PARITY_SETS.items():
-        for mode in ("bf16", "float32", "exact"):
+        for mode in ("bf16, standard form", "bf16, ns='auto'", "float32", "exact"):
             table.add_row(name, mode, *_parity_row(shapes, mode, backend))
     CONSOLE.print(f"Muon, 20 steps, {backend}: relative error of a step's direction against the float64 polynomial")
     CONSOLE.print(table)
@@ -91,8 +91,9 @@ def _parity_row(shapes: Sequence[tuple[int, ...]], mode: str, backend: str) -> l
     options: dict[str, Any] = {"lr": 1.0, "momentum": 0.95, "weight_decay": 0.0}
     config = mc.MuonConfig(ns_dtype="float32" if mode == "float32" else "bfloat16")
     optimizer = mc.Muon(ours.params, config=config, backend=backend, **options)
-    if mode == "exact":
-        mc.compile_step(optimizer, backend=backend, config=mc.CompileConfig(exact=True))
+    if mode in ("exact", "bf16, standard form"):
+        exact = mc.CompileConfig(exact=mode == "exact")
+        mc.compile_step(optimizer, backend=backend, ns="standard", config=exact)
     reference = torch.optim.Muon(stock.params, **options)
     generator = torch.Generator().manual_seed(1)
     momenta = [torch.zeros(s, dtype=torch.float64) for s in shapes]

@@ -9,20 +9,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from muon_compile.config import MuonConfig, Triple
-
-# Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Every step the same; the singular
-# values of the result lie in about [0.68, 1.13].
-JORDAN: Triple = (3.4445, -4.7750, 2.0315)
-
-# You Jiacheng, x.com/YouJiacheng/status/1905861218138804534 (2025). Made for exactly five steps.
-YOU: tuple[Triple, ...] = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
+from muon_compile.config import JORDAN, YOU, MuonConfig, Triple
 
 # The quintic that is 1 at 1 with two zero derivatives there: what the nearest one tends to as the interval shrinks to
 # [1, 1] (Amsel et al., arXiv 2505.16932, section 3). Closer than _POINT to that, exchange loses its digits.

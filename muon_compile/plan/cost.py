@@ -1,8 +1,8 @@
 """Predicted time of one Newton-Schulz batch, from a machine's figures.
 
 A batch is ``B`` matrices ``m x n``; ``r = min(m, n)``, ``c = max(m, n)``, ``s`` steps to a segment. Three costs, in
-seconds: products (FLOP over FLOP/s), memory (bytes over bytes/s) and the host (operators times seconds). An operator, or
-in the native kernel a matrix, is first fetched and then computed with, so they add up::
+seconds: products (FLOP over FLOP/s), memory (bytes over bytes/s) and the host (operators times seconds). An operator,
+or in the native kernel a matrix, is first fetched and then computed with, so they add up::
 
     seconds = host + gemm + memory
 """

@@ -51,8 +51,8 @@ def momentum(optimizer: Optimizer, param: Parameter) -> Tensor:
 # -- (a) 20 steps against stock -----------------------------------------------------------------------------------
 
 
-def check_against_stock(stock: Optimizer, ours: Optimizer, scale: str) -> None:
-    """One step of each from one state: errors against float64, and the difference of the two."""
+def check_against_stock(stock: Optimizer, ours: Optimizer, scale: str, *, standard: bool = True) -> None:
+    """One step of each from one state: errors against float64, and in the standard form the difference of the two."""
     theirs, mine = stock.param_groups[0]["params"], ours.param_groups[0]["params"]
     before = []
     for p, q in zip(theirs, mine, strict=True):
@@ -71,20 +71,22 @@ def check_against_stock(stock: Optimizer, ours: Optimizer, scale: str) -> None:
         expected.append(update)
         # A lerp of float32 numbers of one size.
         assert relative_error(momentum(ours, q), m) <= 5e-7
-        # Of the same bfloat16 products. An input that was rounded the other way makes 1e-2 of it.
-        assert relative_error(q, p) <= 2e-2
+        # Of the same bfloat16 products. An input that was rounded the other way makes 1e-2 of it. Another form rounds
+        # elsewhere, so that all of stock's own error is between them.
+        assert relative_error(q, p) <= 2e-2 or not standard
     # Either errs by 1e-2 to 2e-2. Of the whole step: one matrix's error is a matter of luck, theirs and ours.
     assert relative_error(joined(mine), joined(expected)) <= 1.1 * relative_error(joined(theirs), joined(expected))
 
 
+@pytest.mark.parametrize("ns", ["standard", "auto"])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_20_bfloat16_steps_are_as_good_as_stock(scale: str) -> None:
+def test_20_bfloat16_steps_are_as_good_as_stock(scale: str, ns: str) -> None:
     theirs, mine = parameters(*SHAPES), parameters(*SHAPES)
     stock, ours = (Muon(params, lr=1.0, weight_decay=0.0, adjust_lr_fn=scale) for params in (theirs, mine))
-    step = mc.compile_step(ours, backend="aot_eager")
+    step = mc.compile_step(ours, backend="aot_eager", ns=ns)
     for number in range(20):
         give(theirs, mine, seed=number)
-        check_against_stock(stock, ours, scale)
+        check_against_stock(stock, ours, scale, standard=ns == "standard")
     assert step.stats.steps == 20
     assert step.stats.host_launches == 1
 

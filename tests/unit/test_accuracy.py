@@ -10,7 +10,7 @@ import pytest
 import muon_compile as mc
 from muon_compile.build.orthogonalize import orthogonalize
 from muon_compile.kernels import cpu
-from muon_compile.plan.accuracy import FLOAT32_TOLERANCE, RULES, auto_forms
+from muon_compile.plan.accuracy import RULES, auto_forms
 from muon_compile.plan.forms import Form
 from tools.numerics import SPECTRA, errors, make_case, polynomial
 
@@ -69,15 +69,15 @@ def test_no_float16_form_is_worse_than_the_standard_one_in_bfloat16(name: str) -
         assert max(worst.values()) <= MARGIN, (shape, worst)
 
 
-@pytest.mark.parametrize(("name", "steps"), CASES)
-def test_float32_forms_keep_their_tolerance(name: str, steps: int) -> None:
-    for shape, spectrum in itertools.product(SHAPES if steps == 5 else SHAPES[1::2], SPECTRA):
-        config = config_for(name, steps, "float32", spectrum)
-        x = make_case(spectrum, *shape, COUNT).x
-        exact = polynomial(x, config)
-        for form in auto_forms(*shape, config):
-            error = errors(orthogonalize(x, config, form=form.name), exact)
-            assert float(error.max()) <= FLOAT32_TOLERANCE, (shape, spectrum, form.name)
+@pytest.mark.parametrize("name", STEPS)
+def test_float32_keeps_the_standard_form(name: str) -> None:
+    config = config_for(name, 5, "float32")
+    assert [form.name for form in auto_forms(24, 10240, config)] == ["standard"]
+    # Because a Gram form, accurate as it is, errs more.
+    x = make_case("gaussian", 32, 256, COUNT).x
+    exact = polynomial(x, config)
+    standard, gram = (errors(orthogonalize(x, config, form=form), exact).mean() for form in ("standard", "gram:2,3"))
+    assert standard < gram < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_was_not_measured_has_the_standard_form_only(dtype: str, fields: di
 
 def test_every_rule_names_forms_that_exist() -> None:
     used: set[tuple[str, tuple[int, ...]]] = set()
-    for dtype, (name, steps) in itertools.product(("bfloat16", "float16", "float32"), CASES):
+    for dtype, (name, steps) in itertools.product(("bfloat16", "float16"), CASES):
         forms = auto_forms(16, 512, config_for(name, steps, dtype))
         assert len(set(forms)) == len(forms)
         used |= {(form.gram, form.segments) for form in forms}

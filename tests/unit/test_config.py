@@ -7,11 +7,12 @@ import itertools
 from typing import Any, get_args
 
 import pytest
+import torch
 
 import muon_compile as mc
 from muon_compile.build.coefficients import schedule
 from muon_compile.build.orthogonalize import shape_scale
-from muon_compile.config import PRESETS, CoefficientName, DTypeName, Preset
+from muon_compile.config import PRESETS, YOU, CoefficientName, DTypeName, Preset
 from tests.reference import RULES
 
 
@@ -115,3 +116,14 @@ def test_configs_compare_and_hash_by_value() -> None:
     assert mc.MuonConfig(preset="keller") != mc.MuonConfig()
     assert len({mc.MuonConfig(), mc.MuonConfig(nesterov=True), mc.MuonConfig(nesterov=False)}) == 2
     assert len({mc.AdamWConfig(), mc.AdamWConfig(eps=1e-8), mc.AdamWConfig(amsgrad=True)}) == 2
+
+
+def test_numbers_of_a_known_table_are_that_table() -> None:
+    jordan = (3.4445, -4.7750, 2.0315)
+    assert mc.MuonConfig(coefficients=jordan) == mc.MuonConfig(coefficients="jordan")
+    assert mc.MuonConfig(coefficients=(jordan,) * 5).coefficients == "jordan"
+    assert mc.MuonConfig(coefficients=YOU) == mc.MuonConfig(coefficients="you")
+    other = (3.4445, -4.7750, 2.0316)
+    assert mc.MuonConfig(coefficients=other).coefficients == other
+    wrapped = mc.compile_step(torch.optim.Muon([torch.nn.Parameter(torch.ones(4, 6))]), backend="aot_eager")
+    assert wrapped.plan.batches[0].config.coefficients == "jordan"
