@@ -76,7 +76,7 @@ struct Problem {
 struct Work {
   bf16* x;                    // mb x nb left blocks
   bf16* paired;               // panel (solo) or all of X (team), for applications
-  bf16* transposed;           // the same for Grams
+  bf16* transposed;           // the same for Grams; solo, the same memory
   float* gram;                // lower blocks of X X^T
   float* squares;             // sum of squares of every row of blocks: the norm is the same for any team
   Small r, z, q, p, other;
@@ -87,14 +87,14 @@ long lower_blocks(long nb) { return nb * (nb + 1) / 2; }
 // Index of the lower block (i, j), j <= i.
 long lower(long i, long j) { return i * (i + 1) / 2 + j; }
 
-// Blocks of columns that are worked on together: as few as keep the Gram's float32 blocks cheap to go back to.
-long panel_of(long mb, long nb) { return std::min(nb, mb <= 4 || mb > 16 ? 16L : 8L); }
+// Blocks of columns that are worked on together: their copies stay in the second-level cache.
+long panel_of(long nb) { return std::min(nb, STRETCH); }
 
 size_t small_bytes(const Problem& t) { return sizeof(bf16) * AREA * t.halves * 2 * t.mb * t.mb; }
 
 size_t work_bytes(const Problem& t, int team) {
   const size_t columns = team > 1 ? t.nb : t.panel;
-  return sizeof(bf16) * AREA * t.mb * (t.nb + 2 * columns) + 4 * AREA * lower_blocks(t.mb) + 5 * small_bytes(t) +
+  return sizeof(bf16) * AREA * t.mb * (t.nb + (team > 1 ? 2 : 1) * columns) + 4 * AREA * lower_blocks(t.mb) + 5 * small_bytes(t) +
          4 * t.mb + 64 * 32;
 }
 
@@ -108,7 +108,7 @@ Work carve(const Problem& t, int team, char* at) {
   Work w;
   w.x = (bf16*)take(sizeof(bf16) * AREA * t.mb * t.nb);
   w.paired = (bf16*)take(sizeof(bf16) * AREA * t.mb * columns);
-  w.transposed = (bf16*)take(sizeof(bf16) * AREA * t.mb * columns);
+  w.transposed = team > 1 ? (bf16*)take(sizeof(bf16) * AREA * t.mb * columns) : w.paired;  // one after the other
   w.gram = (float*)take(4 * AREA * lower_blocks(t.mb));
   w.squares = (float*)take(4 * t.mb);
   for (Small* s : {&w.r, &w.z, &w.q, &w.p, &w.other})
@@ -418,7 +418,7 @@ Problem describe(long rows, long cols, int steps, const double* coefficients, co
   t.rows = rows, t.cols = cols;
   t.m = std::min(rows, cols), t.n = std::max(rows, cols);
   t.mb = blocks_of(t.m), t.nb = blocks_of(t.n);
-  t.panel = panel_of(t.mb, t.nb);
+  t.panel = panel_of(t.nb);
   t.steps = steps, t.coefficients = coefficients, t.segments = segments, t.num_segments = num_segments;
   t.halves = halves, t.eps = eps, t.eps_add = eps_add != 0;
   t.fold = num_segments > 0 && segments[0] > 1;
