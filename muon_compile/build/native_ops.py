@@ -23,7 +23,7 @@ _RELATIVE_EPS = 1e-30
 def _newton_schulz(
     x: Tensor, coefficients: list[float], segments: list[int], split: bool, eps: float, eps_add: bool
 ) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu.newton_schulz(x.contiguous(), out, coefficients, segments, split=split, eps=eps, eps_add=eps_add)
     return out
 

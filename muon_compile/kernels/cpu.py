@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 import time
@@ -79,38 +80,45 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"expected Linux on x86-64 with {', '.join(_NEEDED)}, got a machine without {missing}"
     if "libgomp" not in Path("/proc/self/maps").read_text(encoding="utf-8"):
         return None, "this torch does not run on GNU OpenMP, whose threads the kernels share"
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-        if "Free Software Foundation" not in version:
-            return None, f"expected GNU g++, got {version.splitlines()[0] if version else compiler}"
-        return _declare(ctypes.CDLL(str(_compile(compiler, version)))), None
+        told = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+        if "Free Software Foundation" not in told:
+            return None, f"expected GNU g++, got {told.splitlines()[0] if told else compiler}"
+        return _declare(ctypes.CDLL(str(_compile(compiler, told)))), None
     except FileNotFoundError:
-        return None, f"no C++ compiler: {compiler!r} was not found"
+        return None, f"no C++ compiler: {compiler[0]!r} was not found"
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        _LOG.warning("the CPU kernels were not compiled, the step runs without them: %s", detail)
-        return None, f"{compiler} failed: {detail}"
+        _LOG.warning("the CPU kernels cannot be used, the step runs without them: %s", detail)
+        return None, f"compiling or loading them failed: {detail}"
 
 
-def _compile(compiler: str, version: str) -> Path:
+def _compile(compiler: Sequence[str], version: str) -> Path:
     """Path of the shared library for this source, compiler and CPU."""
     key = hashlib.sha256("\n".join([source_hash(), *_FLAGS, version, *sorted(cpu_flags())]).encode()).hexdigest()[:16]
     folder = cache_or_temporary_dir()
-    path = folder / f"kernels-{key}.so"
-    if not path.exists():
-        # Under another name first, so that no process ever loads half a file.
-        handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
-        os.close(handle)
+    path, proof = folder / f"kernels-{key}.so", folder / f"kernels-{key}.sha256"
+    if not _is_whole(path, proof):
         units = [str(_HERE / name) for name in SOURCES if name.endswith(".cpp")]
-        try:
-            subprocess.run(
-                [compiler, *_FLAGS, *units, "-o", made], capture_output=True, text=True, check=True, timeout=120
-            )
+        # Elsewhere first, so that no process ever loads half a file; the proof last.
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / "kernels.so"
+            command = [*compiler, *_FLAGS, *units, "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            digest = Path(place) / "digest"
+            digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="utf-8")
             os.replace(made, path)
-        finally:
-            Path(made).unlink(missing_ok=True)
+            os.replace(digest, proof)
     return path
+
+
+def _is_whole(path: Path, proof: Path) -> bool:
+    """Whether a library is there as it was made: loading a damaged one would end the process."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == proof.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -123,6 +131,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.mc_update.argtypes = [
         *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int)
     ]
+    library.mc_scratch_held.restype = _long
     library.mc_newton_schulz_bytes.argtypes = [_long, _long, _long, _int, _int]
     library.mc_newton_schulz_bytes.restype = _long
     return library
@@ -164,19 +173,36 @@ def newton_schulz(
         eps: Guard of the norm.
         eps_add: Add it to the norm instead of clamping the norm to it.
     """
-    assert x.dtype == out.dtype == torch.bfloat16 and x.is_contiguous() and out.is_contiguous()
+    _check(x, out)
+    if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or x.shape != out.shape or x.dim() != 3:
+        raise ValueError(f"expected bfloat16 [B, m, n] twice, got {x.dtype} {x.shape} and {out.dtype} {out.shape}.")
     values = (ctypes.c_double * len(coefficients))(*coefficients)
     counts = (ctypes.c_int64 * len(segments))(*segments)
     batch, rows, cols = x.shape
     shape = (x.data_ptr(), out.data_ptr(), batch, rows, cols)
     form = (ctypes.addressof(values), ctypes.addressof(counts), len(segments), 2 if split else 1)
     if _library().mc_newton_schulz(*shape, *form, eps, int(eps_add), torch.get_num_threads()):
-        raise MemoryError(f"Newton-Schulz of {tuple(x.shape)}: out of memory for its scratch; nothing has changed.")
+        raise MemoryError(f"Newton-Schulz of {tuple(x.shape)}: out of memory for its scratch.")
 
 
 def scratch_bytes(batch: int, rows: int, cols: int, *, split: bool, threads: int) -> int:
     """Bytes of scratch memory that ``newton_schulz`` takes, and keeps for its next call."""
     return int(_library().mc_newton_schulz_bytes(batch, rows, cols, 2 if split else 1, threads))
+
+
+def scratch_held() -> int:
+    """Bytes of scratch memory that the kernels hold in this process; 0 where they have not been used."""
+    return int(_library().mc_scratch_held()) if _load.cache_info().currsize and available() else 0
+
+
+def _check(*tensors: Tensor) -> None:
+    """Refuse memory that a kernel cannot read; a wrong pointer would end the process."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(
+                f"expected contiguous tensors on the CPU, got {tuple(tensor.shape)} with strides {tensor.stride()} on "
+                f"{tensor.device}."
+            )
 
 
 def _scalars(value: Tensor) -> tuple[Tensor, int]:
@@ -212,6 +238,7 @@ def momentum(
         ema: ``M <- M + (1 - mu)(G - M)`` instead of ``M <- mu M + G``.
         nesterov: Use the Nesterov direction.
     """
+    _check(*grads, state, out)
     mus, stride = _scalars(mu)
     mask = None if present is None else present.contiguous()
     listed = _pointers(grads)
@@ -230,6 +257,7 @@ def update(params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Ten
         decay: 0-d or ``[B]``.
         size: 0-d or ``[B]``; a parameter with decay 1 and size 0 is left alone.
     """
+    _check(*params, direction)
     decays, decay_stride = _scalars(decay)
     sizes, size_stride = _scalars(size)
     listed = _pointers(params)
@@ -248,7 +276,7 @@ def rate(side: int, *, seconds: float = 0.05) -> float:
     """
     steps = 5 if side <= 256 else 2
     batch = max(torch.get_num_threads(), (1 << 18) // side**2)
-    x = torch.full((batch, side, side), 0.01, dtype=torch.bfloat16)
+    x = torch.full((batch, side, side), 0.01, dtype=torch.bfloat16, device="cpu")
     out = torch.empty_like(x)
     best, started = float("inf"), time.perf_counter()
     while time.perf_counter() - started < seconds or best == float("inf"):

@@ -13,6 +13,9 @@ inline __mmask16 tail(long left) { return left >= 16 ? 0xffff : (__mmask16)((1u 
 
 inline __m512 load(const float* p, __mmask16 k) { return _mm512_maskz_loadu_ps(k, p); }
 inline __m512 load(const bf16* p, __mmask16 k) { return widen(_mm256_maskz_loadu_epi16(k, p)); }
+// To what a tensor of the type holds, and back.
+inline __m512 rounded(__m512 v, const float*) { return v; }
+inline __m512 rounded(__m512 v, const bf16*) { return widen(narrow(v)); }
 inline void store(float* p, __mmask16 k, __m512 v) { _mm512_mask_storeu_ps(p, k, v); }
 inline void store(bf16* p, __mmask16 k, __m512 v) { _mm256_mask_storeu_epi16(p, k, narrow(v)); }
 
@@ -67,7 +70,9 @@ void update_chunk(const Update& t, long row, long begin, long end) {
   const __m512 keep = _mm512_set1_ps((float)decay), step = _mm512_set1_ps((float)size);
   for (long i = begin; i < end; i += 16) {
     const __mmask16 k = tail(end - i);
-    store(p + i, k, _mm512_fmadd_ps(step, load(u + i, k), _mm512_mul_ps(keep, load(p + i, k))));
+    // Two roundings, as p.mul_(decay).add_(u, alpha=size) makes them.
+    const __m512 kept = rounded(_mm512_mul_ps(keep, load(p + i, k)), p);
+    store(p + i, k, _mm512_fmadd_ps(step, load(u + i, k), kept));
   }
 }
 

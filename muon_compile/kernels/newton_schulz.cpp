@@ -4,6 +4,7 @@
 // With as many matrices as threads each thread takes matrices of its own, panel by panel: the panel of the new X that an
 // application has just made goes into the next Gram while it is in cache. With fewer, threads form teams, one a matrix.
 #include <omp.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 
@@ -412,6 +413,10 @@ void orthogonalize(const Problem& t, const Team& team, Work& w, const bf16* in, 
 std::mutex pool_mutex;
 std::vector<Buffer> pool;
 
+// A child of a fork would find the mutex as it was: maybe held, by a thread that the child does not have.
+void after_fork_in_child() { new (&pool_mutex) std::mutex; }
+const int fork_handler = pthread_atfork(nullptr, nullptr, after_fork_in_child);
+
 Problem describe(long rows, long cols, int steps, const double* coefficients, const int64_t* segments, int num_segments,
                  int halves, float eps, int eps_add) {
   Problem t;
@@ -438,14 +443,9 @@ Layout split_work(const Problem& t, long batch, int threads) {
   return {(int)std::min<long>(rest, threads), batch - rest};
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0: done, 1: out of memory.
-int mc_newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols, const double* coefficients,
-                     const int64_t* segments, int num_segments, int halves, float eps, int eps_add,
-                     int threads) {
+// 0: done, 1: out of memory; with too little of it some matrices may be done.
+int newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols, const double* coefficients,
+                  const int64_t* segments, int num_segments, int halves, float eps, int eps_add, int threads) {
   if (batch == 0 || rows == 0 || cols == 0) return 0;
   int steps = 0;
   for (int i = 0; i < num_segments; i++) steps += (int)segments[i];
@@ -462,21 +462,27 @@ int mc_newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols
   std::vector<std::atomic<int>> counters(2 * std::max(1, layout.groups));
   for (auto& counter : counters) counter.store(0);
   std::atomic<long> next{0};
+  std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(threads)
   {
-    const int me = omp_get_thread_num(), present = omp_get_num_threads();
+    const int me = omp_get_thread_num();
+    // OpenMP may give fewer threads than it is asked for: teams that nobody would be in do not form then.
+    const bool teams = layout.groups > 0 && omp_get_num_threads() == threads;
+    const long solo = teams ? layout.solo : batch;
     tiles_begin();
-    if (me < solo_threads) {
+    if (teams ? me < solo_threads : pool[me].reserve(work_bytes(t, 1))) {
       Work w = carve(t, 1, pool[me].data);
-      for (long i; (i = next.fetch_add(1)) < layout.solo;)
+      for (long i; (i = next.fetch_add(1)) < solo;)
         orthogonalize(t, Team(), w, in + i * rows * cols, out + i * rows * cols);
+    } else if (!teams) {
+      failed = true;
     }
-    if (layout.groups) {
+    if (teams) {
 #pragma omp barrier
       const int group = me % layout.groups;
       Team team;
       team.rank = me / layout.groups;
-      team.size = (present - group + layout.groups - 1) / layout.groups;
+      team.size = (threads - group + layout.groups - 1) / layout.groups;
       team.arrived = &counters[2 * group], team.phase = &counters[2 * group + 1];
       Work w = carve(t, largest, pool[group].data);
       for (long i = layout.solo + group; i < batch; i += layout.groups)
@@ -484,7 +490,27 @@ int mc_newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols
     }
     tiles_end();
   }
-  return 0;
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0: done, 1: out of memory.
+int mc_newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols, const double* coefficients,
+                     const int64_t* segments, int num_segments, int halves, float eps, int eps_add, int threads) try {
+  return newton_schulz(in, out, batch, rows, cols, coefficients, segments, num_segments, halves, eps, eps_add, threads);
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Bytes of scratch memory that calls have taken so far, and that are kept.
+long mc_scratch_held() {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  long total = 0;
+  for (const Buffer& buffer : pool) total += (long)buffer.size;
+  return total;
 }
 
 // Bytes of scratch memory that a call takes and keeps.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,9 +206,108 @@ def test_update(param_type: torch.dtype, update_type: torch.dtype) -> None:
     cpu.update(params, direction, decay, size)
     assert torch.equal(params[1].view(torch.uint8), old[1].view(torch.uint8))
     for row in (0, 2):
-        want = old[row].double() * decay[row] + direction[row].double() * size[row]
-        bound = (4e-3 if param_type == torch.bfloat16 else 1e-6) * want.abs() + 1e-6
-        assert ((params[row].double() - want).abs() <= bound).all()
+        # As torch.optim makes it, with its two roundings.
+        want = old[row].clone().mul_(float(decay[row])).add_(direction[row].to(param_type), alpha=float(size[row]))
+        kept = old[row].double().abs() * decay[row]
+        bound = (1e-2 if param_type == torch.bfloat16 else 1e-6) * (want.double().abs() + kept) + 1e-6
+        assert ((params[row].double() - want.double()).abs() <= bound).all()
+
+
+@needs_kernels
+def test_a_decay_that_bfloat16_cannot_hold_does_nothing_as_on_stock() -> None:
+    param = torch.randn(9, 100, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    want = param.clone().mul_(1 - 1e-4)
+    zero = torch.zeros(1, 9, 100, dtype=torch.bfloat16)
+    cpu.update([param], zero, torch.tensor(1 - 1e-4).double(), torch.tensor(-0.1).double())
+    assert torch.equal(param, want)
+
+
+def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {root!r})\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+
+
+FEWER_THREADS = """
+import torch
+from tests.unit.test_cpu_kernels import gaussian, run
+x = gaussian(5, 256, 256)
+torch.set_num_threads(1)
+one = run(x)
+torch.set_num_threads(8)
+assert torch.equal(run(x), one)
+print("same")
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_THREAD_LIMIT", "2"), ("OMP_THREAD_LIMIT", "1"), ("OMP_DYNAMIC", "true")]
+)
+def test_fewer_threads_than_asked_for_do_all_of_the_work(name: str, value: str) -> None:
+    done = run_alone(FEWER_THREADS, **{name: value})
+    assert done.stdout.strip() == "same", done.stderr
+
+
+@needs_kernels
+def test_a_damaged_library_is_compiled_anew(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = "import torch; from muon_compile.kernels import cpu; print(cpu.available(), cpu.isa())"
+    first = run_alone(code, MUON_COMPILE_CACHE_DIR=str(tmp_path))
+    assert first.stdout.startswith("True")
+    (library,) = tmp_path.glob("kernels-*.so")
+    whole = library.read_bytes()
+    for damaged in (whole[:20000], b"", whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)):
+        library.write_bytes(damaged)
+        assert run_alone(code, MUON_COMPILE_CACHE_DIR=str(tmp_path)).stdout == first.stdout
+        assert len(library.read_bytes()) == len(whole)
+
+
+@needs_kernels
+def test_a_child_of_a_fork_can_use_them() -> None:
+    code = (
+        "import os, torch; torch.set_num_threads(1)\n"
+        "from tests.unit.test_cpu_kernels import gaussian, run; run(gaussian(2, 24, 40))\n"
+        "pid = os.fork()\n"
+        "if pid == 0: run(gaussian(2, 24, 40)); os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert run_alone(code).stdout.strip() == "7"
+
+
+@needs_kernels
+def test_another_default_device_changes_nothing() -> None:
+    code = (
+        "import torch; from muon_compile.run.calibrate import calibrate\n"
+        "torch.set_default_device('meta'); print(calibrate().native)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_alone(code, MUON_COMPILE_CACHE_DIR=folder)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@needs_kernels
+def test_memory_that_a_kernel_cannot_read_is_refused() -> None:
+    x = gaussian(2, 24, 40)
+    with pytest.raises(ValueError, match="contiguous tensors on the CPU"):
+        cpu.newton_schulz(x, x.to("meta"), JORDAN * 5, (1,) * 5, split=False, eps=1e-7, eps_add=False)
+    with pytest.raises(ValueError, match="contiguous tensors on the CPU"):
+        cpu.update([x[0].T], x[:1].float(), torch.tensor(1.0).double(), torch.tensor(1.0).double())
+
+
+def test_no_home_is_no_error_where_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("MUON_COMPILE_CACHE_DIR", str(tmp_path / "named"))
+    assert cache_dir() == tmp_path / "named"
+    monkeypatch.delenv("MUON_COMPILE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(OSError, match="MUON_COMPILE_CACHE_DIR"):
+        cache_dir()
 
 
 @needs_kernels
