@@ -235,9 +235,15 @@ class CompileConfig:
     """What is about compiling, and not about the mathematics.
 
     Args:
-        exact: Reproduce stock ``torch.optim.Muon`` bit for bit: its operator order and roundings, batched.
-        max_temp_bytes: Bound on the temporaries of one wave of buckets; buckets beyond it wait for the next wave. A
-            bucket larger than the bound is a wave of its own.
+        exact: Reproduce stock ``torch.optim.Muon`` bit for bit: its operators and roundings, matrix by
+            matrix, inside the one call.
+        max_temp_bytes: Bound on the temporaries that are alive at once, in bytes: buckets beyond it wait for the next
+            wave, a larger one is cut between its matrices. A single matrix is never cut; a warning says so.
+        max_gather_bytes: The same bound for what is gathered from other ranks.
+        replicas: Ranks that hold copies of a parameter ``"divide"`` the Newton-Schulz work, or ``"repeat"`` it.
+        comm_dtype: dtype of momenta and results on the wire; None takes that of the products. Grams go in float32.
+        check: When a disagreement of ranks on which gradients are there is raised: ``"sync"`` in the step itself, or
+            ``"async"`` at the beginning of the next one, so that the host need not wait for the device.
         inductor_route: ``"inner"`` hands the traced graph straight to Inductor; ``"standalone"`` goes through the
             documented ``torch._inductor.standalone_compile`` (slower to compile, same step).
         inductor_options: Options of ``torch._inductor.config``, laid over this library's own.
@@ -251,6 +257,10 @@ class CompileConfig:
 
     exact: bool = False
     max_temp_bytes: int = 2 * 1024**3
+    max_gather_bytes: int = 1024**3
+    replicas: Literal["divide", "repeat"] = "divide"
+    comm_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    check: Literal["async", "sync"] = "async"
     inductor_route: Literal["inner", "standalone"] = "inner"
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     cuda_graphs: bool = True
@@ -259,6 +269,11 @@ class CompileConfig:
     def __post_init__(self) -> None:
         me = "CompileConfig"
         _flag(me, "exact", self.exact)
+        _choice(me, "replicas", self.replicas, ("divide", "repeat"))
+        _choice(me, "comm_dtype", self.comm_dtype, (None, "bfloat16", "float16", "float32", "float64"))
+        _choice(me, "check", self.check, ("async", "sync"))
+        ok = _is_positive_int(self.max_gather_bytes)
+        _expect(me, "max_gather_bytes", self.max_gather_bytes, "a positive number of bytes", ok)
         _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
         _flag(me, "cuda_graphs", self.cuda_graphs)
         _flag(me, "keep_memory", self.keep_memory)

@@ -6,15 +6,134 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from muon_compile.config import AdamWConfig, MuonConfig
-from muon_compile.spec import Algorithm, MatrixSpec
+from muon_compile.spec import Algorithm, MatrixSpec, MeshSpec, ShardLayout, chunk_sizes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` for ``torch.float32``, and so on."""
     return str(dtype).removeprefix("torch.")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's memory of a parameter, gradient or state: a DTensor's shard, or the tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor._local_tensor  # to_local() goes through autograd
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def like_param(local: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of a state as the parameter is: a DTensor around it where that is one and has its shape."""
+    if not isinstance(param, DTensor) or local.shape != param._local_tensor.shape:
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    shape, stride = param.shape, param.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_part(value: Tensor, param: Tensor, view: Tensor) -> Tensor:
+    """This rank's part of a loaded state: the shard of a DTensor, or cut out of a whole tensor.
+
+    Args:
+        value: What was loaded.
+        param: Its parameter.
+        view: The state that it goes to, as the optimizer has it.
+    """
+    if not isinstance(view, DTensor) or not isinstance(param, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        if value.device_mesh == param.device_mesh and tuple(value.placements) == tuple(param.placements):
+            return local_tensor(value)
+        return local_tensor(value.redistribute(param.device_mesh, param.placements))
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(value.shape[placement.dim], param.device_mesh.size(axis))
+            rank = param.device_mesh.get_local_rank(axis)
+            value = value.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
+    return value
+
+
+def _check_placements(name: str, tensor: DTensor) -> None:
+    """Refuse placements that the step does not know.
+
+    Raises:
+        NotImplementedError: Names the parameter and its placements.
+    """
+    placements, mesh = tuple(tensor.placements), tensor.device_mesh
+    wide = [p for p, size in zip(placements, mesh.shape, strict=True) if size > 1]
+    kinds = [type(p) for p in wide]
+    reason = None
+    if any(kind not in (Shard, Replicate) for kind in kinds):
+        reason = "expected Shard and Replicate placements"
+    elif kinds.count(Shard) > 1 or kinds.count(Replicate) > 1:
+        reason = "expected at most one sharded and one replicated mesh axis"
+    elif tensor._local_tensor.device.type not in (mesh.device_type, "meta"):
+        reason = f"expected shards on {mesh.device_type}, the mesh's device (CPU offload is not in this version)"
+    if reason is not None:
+        raise NotImplementedError(
+            f"Parameter {name!r}: {reason}, got {placements} on a mesh of {tuple(mesh.shape)}, shard on "
+            f"{tensor._local_tensor.device}."
+        )
+
+
+class Meshes:
+    """The device meshes that parameters lie on, by the names that specs know them by."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[DeviceMesh, MeshSpec]] = []
+
+    def spec(self, mesh: DeviceMesh) -> MeshSpec:
+        """The mesh as plain data; equal meshes have one name."""
+        for known, spec in self._known:
+            if known == mesh:
+                return spec
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        axes = tuple(zip(names, map(int, mesh.shape), strict=True))
+        spec = MeshSpec(axes=axes, name=f"mesh{len(self._known)}")
+        self._known.append((mesh, spec))
+        return spec
+
+    def layout(self, tensor: Tensor) -> ShardLayout | None:
+        """How a parameter lies on its mesh; None for a plain tensor."""
+        if not isinstance(tensor, DTensor):
+            return None
+        spec = self.spec(tensor.device_mesh)
+        axis: str | None = None
+        dim: int | None = None
+        sizes: tuple[int, ...] = ()
+        replica: str | None = None
+        for (name, size), placement in zip(spec.axes, tensor.placements, strict=True):
+            if size > 1 and isinstance(placement, Shard):
+                axis, dim, sizes = name, placement.dim, chunk_sizes(tensor.shape[placement.dim], size)
+            elif size > 1:
+                replica = name
+        return ShardLayout(mesh=spec, axis=axis, dim=dim, sizes=sizes, replica_axis=replica)
+
+    def group(self, mesh: MeshSpec, axis: str) -> ProcessGroup:
+        """The process group of an axis that this rank is in."""
+        (found,) = [known for known, spec in self._known if spec == mesh]
+        return found.get_group([name for name, _ in mesh.axes].index(axis))
+
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of all meshes, each once, in an order that their ranks share."""
+        found: list[ProcessGroup] = []
+        for mesh, _ in self._known:
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1 and mesh.get_group(axis) not in found:
+                    found.append(mesh.get_group(axis))
+        return found
+
+    def coordinate(self, mesh: MeshSpec, axis: str) -> int:
+        """This rank's index along an axis."""
+        return dist.get_rank(self.group(mesh, axis))
 
 
 def check_tensor(name: str, tensor: object, algorithm: str) -> None:
@@ -23,7 +142,7 @@ def check_tensor(name: str, tensor: object, algorithm: str) -> None:
     Raises:
         TypeError: It is no tensor.
         ValueError: It is complex, integer, sparse, non-contiguous or overlaps itself.
-        NotImplementedError: It is a DTensor or another tensor subclass with a layout of its own.
+        NotImplementedError: It is sharded in a way that the step does not know.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Parameter {name!r}: expected a torch.Tensor, got {type(tensor).__name__}.")
@@ -31,11 +150,13 @@ def check_tensor(name: str, tensor: object, algorithm: str) -> None:
         raise ValueError(
             f"Parameter {name!r}: expected a parameter with a shape, got a lazy one; run the model once before."
         )
-    placements = getattr(tensor, "placements", None)
-    if placements is not None:
+    if isinstance(tensor, DTensor):
+        _check_placements(name, tensor)
+        tensor = local_tensor(tensor)
+    elif getattr(tensor, "placements", None) is not None:
         raise NotImplementedError(
-            f"Parameter {name!r}: expected a plain tensor, got a {type(tensor).__name__} with placements {placements}; "
-            "sharded parameters are not in this version."
+            f"Parameter {name!r}: expected a plain tensor or a DTensor, got a {type(tensor).__name__} with placements "
+            f"{getattr(tensor, 'placements', None)}."
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"Parameter {name!r}: expected a dense tensor, got layout {tensor.layout}.")
@@ -62,6 +183,7 @@ def check_overlap(named: Iterable[tuple[str, Tensor]]) -> None:
     """
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for name, tensor in named:
+        tensor = local_tensor(tensor)
         if tensor.device.type == "meta" or tensor.numel() == 0:
             continue
         start = tensor.data_ptr()
@@ -98,7 +220,7 @@ def inspect_params(
         TypeError, ValueError, NotImplementedError: A parameter that the step cannot take; names it.
     """
     pairs = list(named.items() if isinstance(named, Mapping) else named)
-    specs = []
+    meshes, specs = Meshes(), []
     for name, tensor in pairs:
         if isinstance(config, MuonConfig):
             which: Algorithm = "muon"
@@ -118,6 +240,7 @@ def inspect_params(
                 algorithm=which,
                 group=group,
                 config=config,
+                layout=meshes.layout(tensor),
             )
         )
     check_overlap(pairs)

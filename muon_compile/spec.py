@@ -16,11 +16,16 @@ FLOAT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class MeshSpec:
     """A device mesh: the name and the size of every axis, outermost first.
 
+    Args:
+        axes: Name and size of every axis; a rank's number counts the last one fastest.
+        name: Tells meshes of equal axes apart that one plan has parameters on.
+
     Raises:
         ValueError: An axis has no name, a name twice, or a size below 1.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    name: str = ""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -34,6 +39,62 @@ class MeshSpec:
     def num_ranks(self) -> int:
         """Ranks in the mesh."""
         return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        return dict(self.axes)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of a rank along every axis."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """How a parameter lies on a mesh.
+
+    Args:
+        mesh: The mesh.
+        axis: Mesh axis that the parameter is cut over; None: every rank holds all of it.
+        dim: Dim of the parameter that is cut; None with ``axis``.
+        sizes: Length along ``dim`` on every rank of ``axis``, as ``torch.chunk`` cuts it; empty with ``axis``.
+        replica_axis: Mesh axis whose ranks hold copies; None where there is none.
+
+    Raises:
+        ValueError: An axis that the mesh does not have, or sizes that are not one for every rank.
+    """
+
+    mesh: MeshSpec
+    axis: str | None = None
+    dim: int | None = None
+    sizes: tuple[int, ...] = ()
+    replica_axis: str | None = None
+
+    def __post_init__(self) -> None:
+        known = dict(self.mesh.axes)
+        for axis in (self.axis, self.replica_axis):
+            if axis is not None and axis not in known:
+                raise ValueError(f"ShardLayout: expected axes of {self.mesh.axes}, got {axis!r}.")
+        if (self.axis is None) != (self.dim is None) or len(self.sizes) != (known[self.axis] if self.axis else 0):
+            raise ValueError(
+                f"ShardLayout: expected a dim and one size for every rank of axis {self.axis!r}, got dim {self.dim} "
+                f"and sizes {self.sizes}."
+            )
+
+    def local_shape(self, shape: tuple[int, ...], coordinate: int) -> tuple[int, ...]:
+        """Shape of the shard of the rank at ``coordinate`` along the axis."""
+        if self.dim is None:
+            return shape
+        return (*shape[: self.dim], self.sizes[coordinate], *shape[self.dim + 1 :])
+
+
+def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """What ``torch.chunk`` gives each rank of ``length``: 5 on 4 ranks are 2, 2, 1, 0."""
+    each = -(-length // ranks) if length else 0
+    return tuple(max(0, min(each, length - each * rank)) for rank in range(ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +125,7 @@ class MatrixSpec:
         algorithm: ``"muon"`` or ``"adamw"``.
         group: Index of the hyperparameter group it belongs to.
         config: The group's mathematics; ``None`` takes what ``make_plan`` is given.
+        layout: How it lies on a mesh; None: this rank alone has it.
 
     Raises:
         ValueError: The shape, dtype or config do not fit the algorithm; the message names the parameter.
@@ -77,6 +139,7 @@ class MatrixSpec:
     algorithm: Algorithm = "muon"
     group: int = 0
     config: MuonConfig | AdamWConfig | None = None
+    layout: ShardLayout | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(d) for d in self.shape))

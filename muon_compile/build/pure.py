@@ -74,6 +74,10 @@ class _PureBoundary:
             result[bucket][name] = _join([_join(row, 1) for row in rows], 0)
         return result
 
+    def report(self, agreed: Tensor) -> None:
+        """Keep whether the ranks agreed."""
+        self.agreed = agreed
+
     def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
         """Nothing: a pure step is scheduled by whoever compiles it."""
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
+from muon_compile.build.sharded import agree_on_presence, exchange_part
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Bucket, Plan, Stretch, Wave
 
 Hyper = Sequence[Mapping[str, Tensor]]
@@ -31,6 +33,9 @@ class Boundary(Protocol):
 
     in_place: bool
     """Whether intermediate results may be overwritten: nothing but the step itself will see them."""
+
+    def report(self, agreed: Tensor) -> None:
+        """Keep the 0-d bool that says whether the ranks agreed on which gradients are there."""
 
     def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
         """The parts ``done`` are through; nothing of those ``coming`` may begin before that."""
@@ -52,23 +57,42 @@ class Boundary(Protocol):
         """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1)."""
 
 
-def run_step(plan: Plan, boundary: Boundary, hyper: Hyper, presence: Sequence[Tensor] | None = None) -> None:
+def run_step(
+    plan: Plan,
+    boundary: Boundary,
+    hyper: Hyper,
+    presence: Sequence[Tensor] | None = None,
+    places: Mapping[int, Place] | None = None,
+) -> None:
     """Run every wave of the plan against a boundary.
 
     Args:
-        plan: The plan.
+        plan: The plan, as this rank runs it (``plan.localize``).
         boundary: Gives gradients and state, takes new state and updates.
         hyper: One mapping of 0-d tensors per hyperparameter group.
-        presence: ``[B]`` bool per bucket, False where a parameter has no gradient; None: all are there.
+        presence: ``[B]`` bool per bucket, False where a parameter has no gradient; None: all are there. A plan with
+            exchanges always takes it: ranks agree on it first, and where they do not nothing changes anywhere.
+        places: Where this rank stands, for every part with an exchange.
     """
+    if any(part.exchange is not None for part in plan.parts):
+        assert presence is not None and places is not None
+        presence, agreed = agree_on_presence(plan, presence, places)
+        boundary.report(agreed)
     for index, wave in enumerate(plan.waves):
         if index:
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
-        _run_wave(plan, wave, boundary, hyper, presence)
+        _run_wave(plan, wave, boundary, hyper, presence, places or {})
 
 
-def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, hyper: Hyper, presence: Sequence[Tensor] | None) -> None:
+def _run_wave(
+    plan: Plan,
+    wave: Wave,
+    boundary: Boundary,
+    hyper: Hyper,
+    presence: Sequence[Tensor] | None,
+    places: Mapping[int, Place],
+) -> None:
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
     parts = {index: plan.stretch(index) for index in wave.parts}
@@ -79,13 +103,18 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, hyper: Hyper, presence
         else:
             updates[index] = _adamw(part, boundary, hyper, masks[index])
     orthogonal = _orthogonalize_wave(plan, wave, views, boundary.in_place)
+    exchanged = {i: exchange_part(p, views[i], places[i]) for i, p in parts.items() if p.part.exchange is not None}
     for index, part in parts.items():
         bucket, mask = part.bucket, masks[index]
         decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
         step_size: Tensor | None = None
         update = updates.get(index)
         if bucket.algorithm == "muon":
-            update, step_size = _muon_update(bucket, orthogonal.get(index, []), hyper)
+            if index in exchanged:
+                update, scale = exchanged[index]
+                step_size = -(_column(hyper, bucket, "lr") * scale)
+            else:
+                update, step_size = _muon_update(bucket, orthogonal.get(index, []), hyper)
         assert update is not None
         if mask is not None:
             decay = torch.where(mask, decay, 1.0)

@@ -14,6 +14,7 @@ from muon_compile.lower.check import check_graph
 from muon_compile.lower.compiled import CompiledGraph, CompileError
 from muon_compile.lower.eager import compile_eager
 from muon_compile.lower.trace import InputSpec, RunStep, TracedStep, trace_step
+from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Plan
 
 BACKENDS = ("inductor", "aot_eager")
@@ -51,6 +52,7 @@ def lower_step(
     spec: InputSpec,
     inputs: Sequence[Tensor],
     run_step: RunStep,
+    places: Mapping[int, Place],
     backend: str,
     config: CompileConfig,
 ) -> tuple[TracedStep, CompiledGraph]:
@@ -62,7 +64,7 @@ def lower_step(
     if plan.native or any(batch.kernel == "native" for batch in plan.batches):
         check_kernels()
     table: Mapping[Any, Any] = inductor.decompositions() if backend == "inductor" else {}
-    traced = trace_step(plan, spec, inputs, run_step, table)
+    traced = trace_step(plan, spec, inputs, run_step, places, table)
     check_graph(plan, traced)
     if backend == "aot_eager":
         return traced, compile_eager(traced)

@@ -82,7 +82,7 @@ def _momentum(
     nesterov: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    out = torch.empty(momentum.shape, dtype=dtype)
+    out = torch.empty(momentum.shape, dtype=dtype, device="cpu")
     cpu.momentum(grads, momentum, out, mu, present, ema=ema, nesterov=nesterov)
     return out
 

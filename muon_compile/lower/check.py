@@ -22,6 +22,21 @@ def found_collectives(traced: TracedStep) -> list[str]:
     return kinds
 
 
+def collective_lines(traced: TracedStep) -> dict[str, list[str]]:
+    """The graph's collectives by group name, a line each: kind, elements where all ranks have as many, dtype, root."""
+    lines: dict[str, list[str]] = {}
+    for node in traced.graph.graph.nodes:
+        namespace, _, name = str(node.target).partition(".")
+        if node.op != "call_function" or namespace != "_c10d_functional" or name.startswith("wait_tensor"):
+            continue
+        kind, value = name.split(".")[0], node.meta.get("val")
+        same = "" if value is None or kind == "all_to_all_single" else f" {value.numel()}"
+        root = f" from {node.args[1]}" if kind == "broadcast" else ""
+        (group,) = [arg for arg in node.args if isinstance(arg, str) and arg != "sum"]
+        lines.setdefault(group, []).append(f"{kind}{same} {getattr(value, 'dtype', '')}{root}")
+    return lines
+
+
 def written_inputs(traced: TracedStep) -> set[str]:
     """Names of the inputs that the graph writes, directly, through a view, or by ``out=``."""
     roots: dict[Node, Node] = {}

@@ -15,21 +15,25 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from muon_compile.config import MuonConfig
 from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
+from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Plan, Stretch
 
-# run_step of muon_compile.build: (plan, boundary, hyper, presence) -> None. Passed in, so that this floor and the
-# builder's stay apart.
-RunStep = Callable[[Plan, Any, Sequence[Mapping[str, Tensor]], Sequence[Tensor] | None], None]
+# run_step of muon_compile.build: (plan, boundary, hyper, presence, places) -> None. Passed in, so that this floor and
+# the builder's stay apart.
+RunStep = Callable[
+    [Plan, Any, Sequence[Mapping[str, Tensor]], Sequence[Tensor] | None, Mapping[int, Place] | None], None
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Order of the graph's flat inputs: parameters, state, hyperparameters, gradients, presence.
+    """Order of the graph's flat inputs: parameters, state, agreement, hyperparameters, gradients, presence.
 
     Args:
         names: One name per input, for people and for the generated code.
         num_params: Parameters, in the order of ``plan.specs``.
         state: Bucket index and state name of every state input.
+        agreement: Device of the 0-d bool that the step leaves its ranks' agreement in; None where none is needed.
         hyper: Device and ``(group, name)`` entries of every hyperparameter input, a float64 vector.
         presence: Device and bucket indices of every presence input, a bool vector; empty where all gradients are there.
     """
@@ -37,18 +41,19 @@ class InputSpec:
     names: tuple[str, ...]
     num_params: int
     state: tuple[tuple[int, str], ...]
+    agreement: str | None
     hyper: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
     presence: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def num_static(self) -> int:
         """Leading inputs that keep their addresses from step to step."""
-        return self.num_params + len(self.state) + len(self.hyper)
+        return self.num_written + len(self.hyper)
 
     @property
     def num_written(self) -> int:
         """Leading inputs that the step writes."""
-        return self.num_params + len(self.state)
+        return self.num_params + len(self.state) + (self.agreement is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +77,18 @@ class InPlaceBoundary:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         state: Mapping[tuple[int, str], Tensor],
+        agreement: Tensor | None = None,
     ) -> None:
-        self.exact, self.native = plan.exact, plan.native
+        self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
         for (index, name), tensor in state.items():
             self.state[plan.buckets[index].name][name] = tensor
+
+    def report(self, agreed: Tensor) -> None:
+        """Leave the ranks' agreement where the host will look for it."""
+        assert self.agreement is not None
+        self.agreement.copy_(agreed)
 
     def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
         """Order two waves."""
@@ -117,7 +128,9 @@ class InPlaceBoundary:
         apply_(params, update, decay, step_size, exact=self.exact)
 
 
-def flat_step(plan: Plan, spec: InputSpec, run_step: RunStep) -> Callable[..., tuple[()]]:
+def flat_step(
+    plan: Plan, spec: InputSpec, run_step: RunStep, places: Mapping[int, Place] | None = None
+) -> Callable[..., tuple[()]]:
     """The in-place step as a function of flat tensors in the order of ``spec``."""
     num_hyper = len(spec.hyper)
 
@@ -131,6 +144,7 @@ def flat_step(plan: Plan, spec: InputSpec, run_step: RunStep) -> Callable[..., t
 
         params = take(spec.num_params)
         state = dict(zip(spec.state, take(len(spec.state)), strict=True))
+        agreement = take(1)[0] if spec.agreement is not None else None
         hyper: list[dict[str, Tensor]] = [{} for _ in range(plan.num_groups)]
         for (_, entries), vector in zip(spec.hyper, take(num_hyper), strict=True):
             for (group, name), value in zip(entries, vector.unbind(0), strict=True):
@@ -141,7 +155,7 @@ def flat_step(plan: Plan, spec: InputSpec, run_step: RunStep) -> Callable[..., t
             parts = vector.split([plan.buckets[i].size for i in buckets])
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
-        run_step(plan, InPlaceBoundary(plan, params, grads, state), hyper, presence)
+        run_step(plan, InPlaceBoundary(plan, params, grads, state, agreement), hyper, presence, places)
         return ()
 
     return step
@@ -152,6 +166,7 @@ def trace_step(
     spec: InputSpec,
     inputs: Sequence[Tensor],
     run_step: RunStep,
+    places: Mapping[int, Place] | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> TracedStep:
     """Trace the step into aten operators and this library's own.
@@ -161,6 +176,7 @@ def trace_step(
         spec: Order of the inputs.
         inputs: Tensors like those of the step; only their shapes, dtypes, strides and devices are looked at.
         run_step: The builder's ``run_step``.
+        places: Where this rank stands, for every part with an exchange.
         decompositions: Decompositions that the backend wants.
 
     Returns:
@@ -168,7 +184,7 @@ def trace_step(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = tuple(mode.from_tensor(x.detach(), static_shapes=True) for x in inputs)
-    step = flat_step(plan, spec, run_step)
+    step = flat_step(plan, spec, run_step, places)
     # The user's default device is none of the graph's business.
     with torch.no_grad(), torch.device("cpu"), mode:
         graph = make_fx(step, tracing_mode="real", decomposition_table=dict(decompositions or {}))(*fakes)

@@ -11,8 +11,9 @@ from typing import Any
 import cattrs
 
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.plan.exchange import Exchange
 from muon_compile.plan.forms import parse_form
-from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec
+from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec, ShardLayout
 
 PLAN_VERSION = 2
 
@@ -33,6 +34,8 @@ class Bucket:
         device: Device of all of them.
         config: The mathematics.
         view: How one parameter reads as matrices (Muon), else None.
+        layout: How each of them lies on a mesh; None: this rank alone has them. In a rank's own plan (``localize``)
+            shape and view are the shard's.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Bucket:
     device: str
     config: MuonConfig | AdamWConfig
     view: MatrixView | None
+    layout: ShardLayout | None = None
 
     @property
     def size(self) -> int:
@@ -62,12 +66,14 @@ class Part:
         start: First parameter, counted within the bucket.
         stop: The one after the last.
         stack: Of a single parameter ``[E, m, n]``, the first of its matrices and the one after the last; None: all.
+        exchange: How its matrices are made whole and shared out; None where that takes no communication.
     """
 
     bucket: int
     start: int
     stop: int
     stack: tuple[int, int] | None = None
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +164,29 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormChoice:
+    """Form and kernel of all matrices of one shape, device and iteration.
+
+    Args:
+        rows: m.
+        cols: n.
+        device: Their device.
+        config: The mathematics; only its normalization and iteration fields matter here.
+        form: Name of the iteration's form.
+        kernel: What runs it.
+        reason: Why.
+    """
+
+    rows: int
+    cols: int
+    device: str
+    config: MuonConfig
+    form: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
     """Parts and batches whose temporaries are alive together; waves run one after the other.
 
@@ -180,7 +209,8 @@ class Plan:
         specs: The parameters, in order.
         buckets: Stacked storage.
         parts: The buckets, cut where they would need too much memory at once.
-        batches: Newton-Schulz work.
+        choices: Form and kernel for every kind of matrix.
+        batches: Newton-Schulz work without communication; on a mesh, that of rank 0.
         waves: Order of execution.
         collectives: What the graph will issue, in order; empty on one rank.
         mesh: The mesh it was made for.
@@ -193,6 +223,7 @@ class Plan:
     specs: tuple[MatrixSpec, ...]
     buckets: tuple[Bucket, ...]
     parts: tuple[Part, ...]
+    choices: tuple[FormChoice, ...]
     batches: tuple[Batch, ...]
     waves: tuple[Wave, ...]
     collectives: tuple[CollectiveSpec, ...] = ()
@@ -212,6 +243,20 @@ class Plan:
         """Most memory that temporaries take at once, in bytes, beside the CPU kernel's own scratch."""
         return max((wave.temp_bytes for wave in self.waves), default=0)
 
+    def agreements(self) -> list[tuple[tuple[tuple[str, int, bool], ...], tuple[int, ...]]]:
+        """What ranks must agree on before a step: axes (name, size, whether it shards), and the buckets exchanged."""
+        found: dict[tuple[MeshSpec, tuple[tuple[str, int, bool], ...]], list[int]] = {}
+        for part in self.parts:
+            layout = self.buckets[part.bucket].layout
+            if part.exchange is None or layout is None:
+                continue
+            pairs = ((part.exchange.shard_axis, True), (part.exchange.replica_axis, False))
+            axes = tuple((axis, layout.mesh.size(axis), sharded) for axis, sharded in pairs if axis is not None)
+            buckets = found.setdefault((layout.mesh, axes), [])
+            if part.bucket not in buckets:
+                buckets.append(part.bucket)
+        return [(axes, tuple(buckets)) for (_, axes), buckets in found.items()]
+
     def stretch(self, index: int) -> Stretch:
         """Part ``index`` with its bucket."""
         return resolve_part(self.buckets, self.parts[index])
@@ -220,8 +265,8 @@ class Plan:
     def digest(self) -> str:
         """Hex digest of the plan, its reasons apart; ranks that will work together have equal ones."""
         data = _CONVERTER.unstructure(self)
-        for batch in data["batches"]:
-            del batch["reason"]
+        for item in (*data["batches"], *data["choices"]):
+            del item["reason"]
         text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -270,6 +315,18 @@ def resolve_part(buckets: Sequence[Bucket], part: Part) -> Stretch:
         view = replace(whole.view, stacks=whole.view.stacks // whole.shape[0] * count)
         bucket = replace(bucket, shape=(count, *whole.shape[1:]), view=view)
     return Stretch(part=part, whole=whole, bucket=bucket)
+
+
+def find_choice(choices: Sequence[FormChoice], bucket: Bucket, rows: int) -> FormChoice:
+    """The choice for the blocks of ``rows`` rows of a bucket's matrices."""
+    assert bucket.view is not None and isinstance(bucket.config, MuonConfig)
+    wanted = (rows, bucket.view.cols, bucket.device, iteration_key(bucket.config))
+    return next(c for c in choices if (c.rows, c.cols, c.device, iteration_key(c.config)) == wanted)
+
+
+def iteration_key(config: MuonConfig) -> tuple[object, ...]:
+    """Matrices of one shape, device and key may run through Newton-Schulz together."""
+    return (config.ns_dtype, config.ns_steps, config.coefficients, config.eps, config.eps_mode)
 
 
 def numel_bytes(numel: int, dtype: str) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from muon_compile.config import AdamWConfig, MuonConfig
-from muon_compile.plan.choose import Choice, choose_dtype, choose_form
+from muon_compile.plan.choose import choose_dtype, choose_form
+from muon_compile.plan.exchange import STRATEGY_NAMES
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, default_hardware
-from muon_compile.plan.plan import Batch, Bucket, Part, Piece, Plan, Wave, resolve_part
-from muon_compile.plan.waves import cut_buckets, fill_waves, part_temp_bytes
-from muon_compile.spec import MatrixSpec, MeshSpec, matrix_view
+from muon_compile.plan.localize import local_bucket, make_batches, needs_exchange
+from muon_compile.plan.plan import Batch, Bucket, FormChoice, Plan, Wave, find_choice, iteration_key, resolve_part
+from muon_compile.plan.sharding import exchanged_bytes, plan_exchanges, promised_collectives
+from muon_compile.plan.waves import cut_buckets, exchanged_temp_bytes, fill_waves, part_temp_bytes
+from muon_compile.spec import MatrixSpec, MeshSpec, ShardLayout, chunk_sizes, matrix_view
 
-STRATEGIES = ("auto", "local")
+STRATEGIES = ("auto", *STRATEGY_NAMES)
 DEFAULT_MAX_TEMP_BYTES = 2 * 1024**3
+DEFAULT_MAX_GATHER_BYTES = 1024**3
 
 
 def make_plan(
@@ -27,7 +30,10 @@ def make_plan(
     strategy: str = "auto",
     ns: str = "auto",
     exact: bool = False,
+    replicas: str = "divide",
+    comm_dtype: str | None = None,
     max_temp_bytes: int = DEFAULT_MAX_TEMP_BYTES,
+    max_gather_bytes: int = DEFAULT_MAX_GATHER_BYTES,
     hardware: Hardware | None = None,
 ) -> Plan:
     """Make the plan of a step. Deterministic: equal arguments give equal plans, on any machine.
@@ -36,24 +42,33 @@ def make_plan(
         specs: The parameters, in the order in which the step will be given them.
         config: Mathematics of Muon parameters whose spec has no config.
         adamw: Mathematics of AdamW parameters whose spec has no config.
-        mesh: Mesh of ranks; one rank where it is None.
-        strategy: ``"auto"`` or ``"local"``: nothing is sharded on one rank.
+        mesh: Mesh that specs without a layout lie on, as fully_shard cuts them; None: each rank has its own.
+        strategy: How matrices that lie on several ranks are made whole (``plan.exchange``): ``"auto"``, by bytes and
+            work, or one name for all of them. Without effect on matrices that lie on one rank.
         ns: Iteration form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name
             (``plan.forms``), such as ``"standard"`` or ``"gram_split:2,3"``.
         exact: Stock operator order and roundings, in the standard form.
+        replicas: Ranks that hold copies ``"divide"`` the matrices among them, or ``"repeat"`` the work.
+        comm_dtype: dtype of momenta and results on the wire; None takes that of the products. Grams go in float32.
         max_temp_bytes: Bound on the temporaries that are alive at once, in bytes: buckets beyond it wait for the next
             wave, a larger bucket is cut. A single matrix is never cut.
+        max_gather_bytes: The same for what is gathered from other ranks.
         hardware: Figures of the machine that will run the plan, for devices of its type; other devices and None take
             a fixed preset.
 
     Raises:
         ValueError: No specs, a name twice, unknown strategy or form, shapes that do not fit their config.
-        NotImplementedError: The mesh has more than one rank.
+        NotImplementedError: A layout that the step does not know.
     """
     specs = tuple(specs)
-    _check(specs, mesh, strategy)
-    if max_temp_bytes <= 0:
-        raise ValueError(f"make_plan: max_temp_bytes: expected a positive number of bytes, got {max_temp_bytes}.")
+    _check(specs, strategy)
+    if replicas not in ("divide", "repeat"):
+        raise ValueError(f"make_plan: replicas: expected 'divide' or 'repeat', got {replicas!r}.")
+    for what, value in (("max_temp_bytes", max_temp_bytes), ("max_gather_bytes", max_gather_bytes)):
+        if value <= 0:
+            raise ValueError(f"make_plan: {what}: expected a positive number of bytes, got {value}.")
+    if mesh is not None:
+        specs = tuple(s if s.layout else replace(s, layout=default_layout(s, mesh)) for s in specs)
     default = config or MuonConfig()
     resolved = tuple(_with_config(spec, default, adamw or AdamWConfig(), hardware, exact) for spec in specs)
     _check_form(ns, exact, [spec.config for spec in resolved if isinstance(spec.config, MuonConfig)] or [default])
@@ -64,34 +79,78 @@ def make_plan(
     choices = _choose(buckets, ns, exact, hardware)
 
     def kernel_of(bucket: Bucket, rows: int) -> tuple[str, str]:
-        choice = choices[_iteration_key(bucket, rows)]
+        choice = find_choice(choices, bucket, rows)
         return choice.form, choice.kernel
 
-    def temp_bytes(bucket: Bucket) -> int:
-        return part_temp_bytes(bucket, kernel_of, native and bucket.device.startswith("cpu"))
+    local = tuple(local_bucket(bucket, lambda _: 0) for bucket in buckets)  # the first rank has the most
 
-    parts = cut_buckets(buckets, max_temp_bytes, temp_bytes)
-    sizes = [temp_bytes(resolve_part(buckets, part).bucket) for part in parts]
+    def gather_bytes(index: int, share: Bucket) -> int:
+        return exchanged_bytes(replace(buckets[index], params=share.params), strategy, comm_dtype)
+
+    def temp_bytes(index: int, share: Bucket) -> int:
+        # What the CPU kernels' passes take; other dtypes go through the graph.
+        known = {share.dtype, share.grad_dtype, share.state_dtype} <= {"float32", "bfloat16"}
+        on_cpu = native and known and share.device.startswith("cpu")
+        if needs_exchange(buckets[index]):
+            return exchanged_temp_bytes(share, on_cpu) + gather_bytes(index, share)
+        return part_temp_bytes(share, kernel_of, on_cpu)
+
+    def weight(index: int, share: Bucket) -> int:
+        # Two bounds as one: what is gathered counts by how much more precious it is.
+        return max(temp_bytes(index, share), gather_bytes(index, share) * max_temp_bytes // max_gather_bytes)
+
+    cut = cut_buckets(local, max_temp_bytes, weight)
+    parts = plan_exchanges(
+        buckets,
+        cut,
+        choices,
+        strategy=strategy,
+        divide=replicas == "divide",
+        comm_dtype=comm_dtype,
+        name_of=lambda bucket: resolved[bucket.params[0]].name,
+    )
+    stretches = [resolve_part(local, part).bucket for part in parts]
+    sizes = [temp_bytes(part.bucket, share) for part, share in zip(parts, stretches, strict=True)]
+    weights = [weight(part.bucket, share) for part, share in zip(parts, stretches, strict=True)]
     batches: list[Batch] = []
     waves: list[Wave] = []
-    for wave in fill_waves(sizes, max_temp_bytes):
-        made = _make_batches(buckets, parts, wave, choices, len(batches))
+    for wave in fill_waves(weights, max_temp_bytes):
+        made = make_batches(local, parts, wave, choices, len(batches))
         which = tuple(range(len(batches), len(batches) + len(made)))
         waves.append(Wave(parts=wave, batches=which, temp_bytes=sum(sizes[i] for i in wave)))
         batches += made
-    return Plan(
+    plan = Plan(
         specs=resolved,
         buckets=buckets,
         parts=parts,
+        choices=choices,
         batches=tuple(batches),
         waves=tuple(waves),
-        mesh=mesh or MeshSpec(),
+        mesh=mesh or _mesh_of(resolved),
+        strategy=strategy,
         exact=exact,
         native=native,
     )
+    return replace(plan, collectives=promised_collectives(plan))
 
 
-def _check(specs: Sequence[MatrixSpec], mesh: MeshSpec | None, strategy: str) -> None:
+def _mesh_of(specs: Sequence[MatrixSpec]) -> MeshSpec:
+    return next((spec.layout.mesh for spec in specs if spec.layout is not None), MeshSpec())
+
+
+def default_layout(spec: MatrixSpec, mesh: MeshSpec) -> ShardLayout:
+    """What fully_shard does: dim 0 cut over the last axis, copies over the one before it."""
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    if len(axes) > 2:
+        raise NotImplementedError(f"make_plan: expected at most two mesh axes of more than one rank, got {mesh.axes}.")
+    if not spec.shape or not axes:
+        return ShardLayout(mesh=mesh)
+    sizes = chunk_sizes(spec.shape[0], mesh.size(axes[-1]))
+    replica = axes[0] if len(axes) == 2 else None
+    return ShardLayout(mesh=mesh, axis=axes[-1], dim=0, sizes=sizes, replica_axis=replica)
+
+
+def _check(specs: Sequence[MatrixSpec], strategy: str) -> None:
     if not specs:
         raise ValueError("make_plan: expected at least one parameter, got none.")
     seen: set[str] = set()
@@ -101,11 +160,6 @@ def _check(specs: Sequence[MatrixSpec], mesh: MeshSpec | None, strategy: str) ->
         seen.add(spec.name)
     if strategy not in STRATEGIES:
         raise ValueError(f"make_plan: strategy: expected one of {STRATEGIES}, got {strategy!r}.")
-    if mesh is not None and mesh.num_ranks > 1:
-        raise NotImplementedError(
-            f"make_plan: expected a mesh of one rank, got {mesh.num_ranks} ranks {mesh.axes}; "
-            "sharded and replicated steps are not in this version."
-        )
 
 
 def _check_form(ns: str, exact: bool, configs: Sequence[MuonConfig]) -> None:
@@ -127,7 +181,7 @@ def _with_config(
 ) -> MatrixSpec:
     config = spec.config or (muon if spec.algorithm == "muon" else adamw)
     if not isinstance(config, MuonConfig):
-        return dataclasses.replace(spec, config=config)
+        return replace(spec, config=config)
     if config.ns_dtype == "float16" and spec.device.startswith("cpu"):
         raise ValueError(
             f"Parameter {spec.name!r}: ns_dtype: float16 products are emulated in software on most CPUs, and float16 "
@@ -138,8 +192,8 @@ def _with_config(
         view = matrix_view(spec, config)
         dtype = choose_dtype(max(view.blocks), view.cols, _hardware_of(spec.device, hardware))
         # Exact is stock's bfloat16, whatever the machine is fast at.
-        config = dataclasses.replace(config, ns_dtype="bfloat16" if exact else dtype)
-    return dataclasses.replace(spec, config=config)
+        config = replace(config, ns_dtype="bfloat16" if exact else dtype)
+    return replace(spec, config=config)
 
 
 def _check_exact(specs: Sequence[MatrixSpec]) -> None:
@@ -178,7 +232,7 @@ def _state_dtype(spec: MatrixSpec) -> str:
 def _make_buckets(specs: Sequence[MatrixSpec]) -> tuple[Bucket, ...]:
     members: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
-        key = (spec.algorithm, spec.shape, spec.dtype, spec.grad_dtype, spec.device, spec.config)
+        key = (spec.algorithm, spec.shape, spec.dtype, spec.grad_dtype, spec.device, spec.config, spec.layout)
         members.setdefault(key, []).append(index)
     buckets = []
     for number, indices in enumerate(members.values()):
@@ -200,67 +254,31 @@ def _make_buckets(specs: Sequence[MatrixSpec]) -> tuple[Bucket, ...]:
                 device=spec.device,
                 config=spec.config,
                 view=view,
+                layout=spec.layout,
             )
         )
     return tuple(buckets)
 
 
-def _iteration_key(bucket: Bucket, rows: int) -> tuple[object, ...]:
-    """Matrices of one key may run through Newton-Schulz together."""
-    config, view = bucket.config, bucket.view
-    assert isinstance(config, MuonConfig) and view is not None
-    iteration = (config.ns_dtype, config.ns_steps, config.coefficients, config.eps, config.eps_mode)
-    return (rows, view.cols, bucket.device, *iteration)
-
-
-def _choose(buckets: Sequence[Bucket], ns: str, exact: bool, hardware: Hardware | None) -> dict[object, Choice]:
-    """Form and kernel of every key, chosen for all of its matrices, however they are cut later."""
-    counts: dict[object, int] = {}
-    first: dict[object, tuple[Bucket, int]] = {}
+def _choose(buckets: Sequence[Bucket], ns: str, exact: bool, hardware: Hardware | None) -> tuple[FormChoice, ...]:
+    """Form and kernel of every kind of matrix, chosen for all of its like, however they are cut later."""
+    counts: dict[tuple[object, ...], int] = {}
+    first: dict[tuple[object, ...], tuple[Bucket, int]] = {}
     for bucket in buckets:
         for rows in bucket.view.blocks if bucket.view is not None else ():
-            assert bucket.view is not None
-            same = _iteration_key(bucket, rows)
+            assert bucket.view is not None and isinstance(bucket.config, MuonConfig)
+            same = (rows, bucket.view.cols, bucket.device, iteration_key(bucket.config))
             counts[same] = counts.get(same, 0) + bucket.size * bucket.view.stacks
             first.setdefault(same, (bucket, rows))
-    choices: dict[object, Choice] = {}
+    choices = []
     for key, (bucket, rows) in first.items():
         assert bucket.view is not None and isinstance(bucket.config, MuonConfig)
-        dims = (counts[key], rows, bucket.view.cols)
+        cols, config = bucket.view.cols, bucket.config
         machine = _hardware_of(bucket.device, hardware)
-        choices[key] = choose_form(dims, bucket.config, machine, ns, exact=exact)
-    return choices
-
-
-def _make_batches(
-    buckets: Sequence[Bucket], parts: Sequence[Part], wave: Sequence[int], choices: dict[object, Choice], first: int
-) -> list[Batch]:
-    """The batches of one wave's parts, named from ``first`` on."""
-    found: dict[object, list[Piece]] = {}
-    for index in wave:
-        bucket = resolve_part(buckets, parts[index]).bucket
-        if bucket.view is None or math.prod(bucket.shape) == 0:
-            continue
-        start = 0
-        for rows in bucket.view.blocks:
-            piece = Piece(part=index, start=start, rows=rows, num_matrices=bucket.size * bucket.view.stacks)
-            found.setdefault(_iteration_key(bucket, rows), []).append(piece)
-            start += rows
-    batches = []
-    for number, (key, pieces) in enumerate(found.items(), start=first):
-        bucket = buckets[parts[pieces[0].part].bucket]
-        assert bucket.view is not None and isinstance(bucket.config, MuonConfig)
-        batches.append(
-            Batch(
-                name=f"ns{number}",
-                rows=pieces[0].rows,
-                cols=bucket.view.cols,
-                device=bucket.device,
-                config=bucket.config,
-                pieces=tuple(pieces),
-                form=choices[key].form,
-                kernel=choices[key].kernel,
-                reason=choices[key].reason,
+        form, kernel, reason = choose_form((counts[key], rows, cols), config, machine, ns, exact=exact)
+        choices.append(
+            FormChoice(
+                rows=rows, cols=cols, device=bucket.device, config=config, form=form, kernel=kernel, reason=reason
             )
         )
-    return batches
+    return tuple(choices)

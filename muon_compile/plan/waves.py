@@ -6,27 +6,29 @@ import math
 from collections.abc import Callable, Sequence
 
 from muon_compile.config import MuonConfig
+from muon_compile.plan.localize import is_flat
 from muon_compile.plan.plan import Bucket, Part, numel_bytes, resolve_part
 
 # Form and kernel of a block of a bucket's matrices, ``rows x cols``.
 KernelOf = Callable[[Bucket, int], tuple[str, str]]
 
 
-def cut_buckets(buckets: Sequence[Bucket], bound: int, temp_bytes: Callable[[Bucket], int]) -> tuple[Part, ...]:
+def cut_buckets(buckets: Sequence[Bucket], bound: int, temp_bytes: Callable[[int, Bucket], int]) -> tuple[Part, ...]:
     """Cut every bucket into as few parts as keep each within ``bound`` bytes of temporaries, of even sizes.
 
-    A part is at least one parameter, or where a parameter is a stack of matrices ``[E, m, n]`` one of those.
+    ``temp_bytes`` is given a bucket's index and a stretch of it. A part is at least one parameter, or where a parameter
+    is a stack of matrices ``[E, m, n]`` one of those.
     """
     parts: list[Part] = []
     for index, bucket in enumerate(buckets):
         whole = Part(bucket=index, start=0, stop=bucket.size)
-        for start, stop in _even(bucket.size, bound, temp_bytes(bucket)):
+        for start, stop in _even(bucket.size, bound, temp_bytes(index, bucket)):
             part = Part(bucket=index, start=start, stop=stop)
             alone = resolve_part(buckets, part).bucket
-            if stop - start > 1 or not _is_stack(bucket) or temp_bytes(alone) <= bound:
+            if stop - start > 1 or not _is_stack(bucket) or temp_bytes(index, alone) <= bound:
                 parts.append(part if (start, stop) != (0, bucket.size) else whole)
                 continue
-            stacks = _even(bucket.shape[0], bound, temp_bytes(alone))
+            stacks = _even(bucket.shape[0], bound, temp_bytes(index, alone))
             parts += [Part(bucket=index, start=start, stop=stop, stack=stack) for stack in stacks]
     return tuple(parts)
 
@@ -49,9 +51,8 @@ def _is_stack(bucket: Bucket) -> bool:
     """Whether the first dim of a parameter counts independent matrices."""
     if bucket.view is None or len(bucket.shape) < 3:
         return False
-    assert isinstance(bucket.config, MuonConfig)
-    flatten = len(bucket.shape) > 3 if bucket.config.flatten is None else bucket.config.flatten
-    return not flatten
+    # On a mesh the ranks' stacks may differ in length; a part is the same on all of them.
+    return bucket.layout is None and not is_flat(bucket)
 
 
 def _even(count: int, bound: int, total: int) -> list[tuple[int, int]]:
@@ -86,6 +87,14 @@ def part_temp_bytes(bucket: Bucket, kernel_of: KernelOf, native: bool) -> int:
             own += 2 * numel_bytes(count * rows * bucket.view.cols, config.ns_dtype)
     directions = numel_bytes(numel, config.ns_dtype)
     return (0 if native else packed) + wide + directions + own
+
+
+def exchanged_temp_bytes(bucket: Bucket, native: bool) -> int:
+    """The same for a part whose matrices are exchanged, but for what is gathered: the directions and their results."""
+    numel = bucket.size * math.prod(bucket.shape)
+    assert isinstance(bucket.config, MuonConfig)
+    packed = numel_bytes(numel, bucket.grad_dtype) if bucket.size > 1 and not native else 0
+    return packed + 3 * numel_bytes(numel, bucket.config.ns_dtype)
 
 
 def _iteration_bytes(rows: int, cols: int, form: str, dtype: str) -> int:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muon_compile.build.step import run_step
 from muon_compile.config import CompileConfig
-from muon_compile.kernels import cpu
-from muon_compile.layout import dtype_name
+from muon_compile.layout import dtype_name, local_tensor
 from muon_compile.lower.backends import lower_step
+from muon_compile.lower.check import collective_lines
 from muon_compile.lower.compiled import CompiledGraph
 from muon_compile.lower.trace import InputSpec, TracedStep
-from muon_compile.plan.forms import parse_form
-from muon_compile.plan.plan import Batch, Plan
+from muon_compile.plan.exchange import Place
+from muon_compile.plan.localize import localize
+from muon_compile.plan.plan import Plan
+from muon_compile.plan.sharding import promised_collectives
+from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
 from muon_compile.run.stats import StepStats
+from muon_compile.spec import ShardLayout
 
 _LOG = logging.getLogger("muon_compile")
 
@@ -36,18 +42,26 @@ class Binding:
 
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading = plan, reading
-        self.state = StateStore(plan, reading, optimizers)
+        self.places = self._places()
+        local = localize(plan, self._coordinate)
+        self.local = replace(local, collectives=promised_collectives(local, self.places))
+        self.state = StateStore(self.local, reading, optimizers)
         self.hyper = HyperVectors(plan)
         self.graphs: dict[str, tuple[TracedStep, CompiledGraph]] = {}
         self.compiled_kinds: set[str] = set()
-        self._params = [p.detach() for p in reading.params]
-        self._addresses = [p.data_ptr() for p in reading.params]
-        self._static = [*self._params, *(t for _, t in self.state.inputs), *self.hyper.tensors]
+        self._params = [local_tensor(p).detach() for p in reading.params]
+        self._addresses = [p.data_ptr() for p in self._params]
+        self._sharded = any(isinstance(p, DTensor) for p in reading.params)
+        # Ranks that exchange matrices agree first on which gradients are there; the graph leaves the outcome here.
+        self.agreement: Tensor | None = None
+        if self.places:
+            self.agreement = torch.ones((), dtype=torch.bool, device=self._params[0].device)
+        agreement = [] if self.agreement is None else [self.agreement]
+        self._static = [*self._params, *(t for _, t in self.state.inputs), *agreement, *self.hyper.tensors]
         self._grad_facts = [
-            (p.shape, getattr(torch, s.grad_dtype or s.dtype))
-            for p, s in zip(reading.params, reading.specs, strict=True)
+            (p.shape, getattr(torch, s.grad_dtype or s.dtype)) for p, s in zip(self._params, reading.specs, strict=True)
         ]
-        self._param_facts = [(p.shape, p.dtype) for p in reading.params]
+        self._param_facts = [(p.shape, p.dtype) for p in self._params]
         self._presence: list[HostVector] = []
         self._absent: dict[int, Tensor] = {}
         self._by_device: dict[str, list[int]] = {}
@@ -55,13 +69,37 @@ class Binding:
             self._by_device.setdefault(bucket.device, []).append(index)
         self._bucket_of = {i: b for b, bucket in enumerate(plan.buckets) for i in bucket.params}
 
+    def _coordinate(self, layout: ShardLayout) -> int:
+        assert layout.axis is not None
+        return self.reading.meshes.coordinate(layout.mesh, layout.axis)
+
+    def _places(self) -> dict[int, Place]:
+        """Where this rank stands, for every part with an exchange."""
+        places: dict[int, Place] = {}
+        meshes = self.reading.meshes
+        for index, part in enumerate(self.plan.parts):
+            layout, exchange = self.plan.buckets[part.bucket].layout, part.exchange
+            if exchange is None:
+                continue
+            assert layout is not None
+            shard, replica = exchange.shard_axis, exchange.replica_axis
+            places[index] = Place(
+                shard_rank=meshes.coordinate(layout.mesh, shard) if shard else 0,
+                shard_group=meshes.group(layout.mesh, shard).group_name if shard else "",
+                replica_rank=meshes.coordinate(layout.mesh, replica) if replica else 0,
+                replica_group=meshes.group(layout.mesh, replica).group_name if replica else "",
+            )
+        return places
+
     def check_params(self) -> None:
         """Compare the live parameters with what was bound.
 
         Raises:
             Replan: A parameter's memory, shape, strides or dtype is another.
         """
-        for param, address, (shape, dtype) in zip(self.reading.params, self._addresses, self._param_facts, strict=True):
+        params = self.reading.params
+        live = [local_tensor(p) for p in params] if self._sharded else params
+        for param, address, (shape, dtype) in zip(live, self._addresses, self._param_facts, strict=True):
             if param.data_ptr() != address or param.shape != shape or param.dtype != dtype or not param.is_contiguous():
                 raise Replan
 
@@ -75,6 +113,8 @@ class Binding:
         grads: list[Tensor | None] = []
         for index, (param, (shape, dtype)) in enumerate(zip(self.reading.params, self._grad_facts, strict=True)):
             grad = param.grad
+            if self._sharded and isinstance(grad, DTensor):
+                grad = self._local_grad(index, grad)
             if grad is not None and (
                 grad.layout is not torch.strided
                 or grad.dtype is not dtype
@@ -85,6 +125,16 @@ class Binding:
             grads.append(grad)
         return grads
 
+    def _local_grad(self, index: int, grad: DTensor) -> Tensor:
+        param = self.reading.params[index]
+        placements = param.placements if isinstance(param, DTensor) else ()
+        if tuple(grad.placements) != tuple(placements):
+            raise ValueError(
+                f"Gradient of {self.reading.specs[index].name!r}: expected the parameter's placements {placements}, "
+                f"got {tuple(grad.placements)}; reduce it before the step (fully_shard does)."
+            )
+        return local_tensor(grad)
+
     def _settle(self, index: int, grad: Tensor) -> Tensor:
         spec = self.reading.specs[index]
         if grad.layout is not torch.strided:
@@ -92,8 +142,9 @@ class Binding:
                 f"Gradient of {spec.name!r}: expected a dense tensor, got layout {grad.layout}. "
                 "Build the layer with sparse=False, or leave this parameter to another optimizer."
             )
-        if tuple(grad.shape) != spec.shape:
-            raise ValueError(f"Gradient of {spec.name!r}: expected shape {spec.shape}, got {tuple(grad.shape)}.")
+        shape = tuple(self._grad_facts[index][0])
+        if tuple(grad.shape) != shape:
+            raise ValueError(f"Gradient of {spec.name!r}: expected shape {shape}, got {tuple(grad.shape)}.")
         if dtype_name(grad.dtype) != spec.grad_dtype:
             raise Replan
         return grad.contiguous()
@@ -107,7 +158,7 @@ class Binding:
             A call that runs the graph once hyperparameters are written, and whether this was a recompile. Nothing that
             the optimizers hold has changed.
         """
-        kind = "masked" if any(g is None for g in grads) else "all"
+        kind = "masked" if self.places or any(g is None for g in grads) else "all"
         if kind == "masked":
             self._write_presence(grads)
         inputs = [*self._static, *(self._absent_grad(i) if g is None else g for i, g in enumerate(grads))]
@@ -136,7 +187,7 @@ class Binding:
         started = time.perf_counter()
         count, buckets = len(self.plan.specs), len(self.plan.buckets)
         _LOG.info("compiling the step (%s gradients): %d parameters, %d buckets, %s", kind, count, buckets, backend)
-        traced, compiled = lower_step(self.plan, self.input_spec(kind), inputs, run_step, backend, config)
+        traced, compiled = self._lower(kind, inputs, backend, config)
         seconds = time.perf_counter() - started
         self.graphs[kind] = (traced, compiled)
         self.compiled_kinds.add(kind)
@@ -147,8 +198,24 @@ class Binding:
         stats.collectives = len(self.plan.collectives)
         stats.bytes = sum(c.bytes_per_rank for c in self.plan.collectives)
         stats.fx_nodes = len(traced.graph.graph.nodes)
-        stats.temp_bytes, stats.scratch_bytes = self.plan.temp_bytes, _scratch_bytes(self.plan)
+        stats.temp_bytes = self.plan.temp_bytes
         _LOG.info("compiled in %.1f s%s", seconds, " (from the disk cache)" if compiled.cached else "")
+
+    def _lower(
+        self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig
+    ) -> tuple[TracedStep, CompiledGraph]:
+        spec, groups = self.input_spec(kind), self.reading.meshes.groups()
+        if not groups:
+            return lower_step(self.local, spec, inputs, run_step, self.places, backend, config)
+        failure: Exception | None = None
+        made: tuple[TracedStep, CompiledGraph] | None = None
+        try:
+            made = lower_step(self.local, spec, inputs, run_step, self.places, backend, config)
+        except Exception as error:  # told to the others, who would wait in the first collective, and raised there
+            failure = error
+        exchange_outcomes(failure, {} if made is None else collective_lines(made[0]), groups)
+        assert made is not None
+        return made
 
     def input_spec(self, kind: str) -> InputSpec:
         """Order and names of the graph's flat inputs."""
@@ -157,12 +224,15 @@ class Binding:
         numbers = range(len(self.plan.specs))
         names = [f"param_{i}" for i in numbers]
         names += [f"{self.plan.buckets[index].name}_{name}" for index, name in state]
+        device = None if self.agreement is None else str(self.agreement.device)
+        names += [] if device is None else ["agreement"]
         names += [f"hyper_{i}" for i in range(len(self.hyper.entries))]
         names += [f"grad_{i}" for i in numbers] + [f"presence_{i}" for i in range(len(presence))]
         return InputSpec(
             names=tuple(names),
             num_params=len(self.plan.specs),
             state=state,
+            agreement=device,
             hyper=tuple(self.hyper.entries.items()),
             presence=presence,
         )
@@ -183,15 +253,3 @@ class Binding:
             shape, dtype = self._grad_facts[index]
             self._absent[bucket] = torch.zeros(shape, dtype=dtype, device=self._params[index].device)
         return self._absent[bucket]
-
-
-def _scratch_bytes(plan: Plan) -> int:
-    """What the CPU kernel needs for the largest batch that it will be given."""
-    native = [batch for batch in plan.batches if batch.kernel == "native"]
-    threads = torch.get_num_threads()
-
-    def needed(batch: Batch) -> int:
-        split = parse_form(batch.form, batch.config.ns_steps).gram == "split"
-        return cpu.scratch_bytes(batch.num_matrices, batch.rows, batch.cols, split=split, threads=threads)
-
-    return max((needed(batch) for batch in native), default=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.config import CompileConfig
+from muon_compile.kernels import cpu
 from muon_compile.lower.backends import check_backend
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.plan.planner import make_plan
+from muon_compile.run.agreement import compare, from_first_rank
 from muon_compile.run.artifacts import write_artifacts
 from muon_compile.run.binding import Binding, Replan
 from muon_compile.run.calibrate import local_hardware
@@ -26,6 +30,9 @@ from muon_compile.run.reading import Names, config_key, find_adapters, live_grou
 from muon_compile.run.stats import StepStats
 
 Closure = Callable[[], Any]
+
+
+_LOG = logging.getLogger("muon_compile")
 
 
 class CompiledStep:
@@ -107,7 +114,13 @@ class CompiledStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        # The step's dtypes are its own: under autocast its float32 products would run in half precision.
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        kinds = {param.device.type for group in groups for param in group["params"][:1]}
+        with torch.no_grad(), ExitStack() as stack:
+            for kind in kinds:
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             self._step()
         return loss
 
@@ -117,6 +130,7 @@ class CompiledStep:
                 f"An earlier step failed inside its kernels ({self._broken}), so parameters and state may be half "
                 "updated. Load parameters and optimizer.load_state_dict() from a checkpoint to go on."
             )
+        self._check_agreement()
         self.stats.host_launches = 0
         groups = live_groups(self.optimizers, self._adapters)
         hyper = read_hyper([adapter.hyper(group) for adapter, group in groups])
@@ -141,6 +155,24 @@ class CompiledStep:
             self._broken = f"{type(error).__name__}: {error}"
             raise
         self.stats.steps += 1
+        self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
+        if self.config.check == "sync":
+            self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        """Raise where the last step's ranks disagreed on which gradients are there; that step changed nothing.
+
+        Raises:
+            RuntimeError: They did.
+        """
+        binding = self._binding
+        if binding is None or binding.agreement is None or bool(binding.agreement):
+            return
+        binding.agreement.fill_(True)
+        raise RuntimeError(
+            "Ranks disagree on which parameters have a gradient; expected the same on all ranks that share one. "
+            "The step changed nothing anywhere. Run the same modules on every rank, or give the others zeros."
+        )
 
     # -- binding ------------------------------------------------------------------------------------------------
 
@@ -171,14 +203,29 @@ class CompiledStep:
         )
         if hardware is None and chooses:
             hardware = local_hardware()
-        return make_plan(
+        groups = reading.meshes.groups()
+        if groups:
+            hardware = from_first_rank(hardware, groups)
+        plan = make_plan(
             reading.specs,
             strategy=self._strategy,
             ns=self._ns,
             exact=self.config.exact,
+            replicas=self.config.replicas,
+            comm_dtype=self.config.comm_dtype,
             max_temp_bytes=self.config.max_temp_bytes,
+            max_gather_bytes=self.config.max_gather_bytes,
             hardware=hardware,
         )
+        if plan.temp_bytes > self.config.max_temp_bytes:
+            _LOG.warning(
+                "a step's temporaries take %d bytes at once, more than max_temp_bytes=%d: a single matrix is never cut",
+                plan.temp_bytes,
+                self.config.max_temp_bytes,
+            )
+        if groups:
+            compare("plan", plan.digest, [str(spec) for spec in plan.specs], groups)
+        return plan
 
     @torch.no_grad()
     def _bind(self) -> Binding:
@@ -289,6 +336,10 @@ def compile_step(
         raise TypeError(
             f"compile_step: config: expected a CompileConfig, got {type(config).__name__}; a MuonConfig belongs to the "
             "optimizer (muon_compile.Muon(..., config=...))."
+        )
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"compile_step: hardware: expected a Hardware, got {hardware!r}; Hardware.preset(name) makes one by name."
         )
     if groups:
         raise ValueError(f"compile_step: groups: expected none on one rank, got {dict(groups)}.")

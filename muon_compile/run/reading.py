@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.adapters import Adapter, find_adapter
-from muon_compile.layout import check_overlap, check_tensor, dtype_name
+from muon_compile.layout import Meshes, check_overlap, check_tensor, dtype_name
 from muon_compile.run.hyper import check_value
 from muon_compile.spec import MatrixSpec
 
@@ -29,6 +29,7 @@ class Reading:
         config_keys: Values of every group's graph-shaping entries, by group.
         group_sizes: Parameters per group.
         seen_grad_dtypes: dtype of every gradient seen so far, by identity of its parameter.
+        meshes: The device meshes of the sharded ones.
     """
 
     params: tuple[Tensor, ...]
@@ -37,6 +38,7 @@ class Reading:
     config_keys: tuple[tuple[object, ...], ...]
     group_sizes: tuple[int, ...]
     seen_grad_dtypes: dict[int, str]
+    meshes: Meshes
 
 
 def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) -> list[tuple[Adapter, dict[str, Any]]]:
@@ -106,6 +108,7 @@ def read_optimizers(
     keys: list[tuple[object, ...]] = []
     sizes: list[int] = []
     seen: dict[int, str] = {}
+    meshes = Meshes()
     group_index = 0
     seen_dtypes = _seen_grad_dtypes(optimizers, seen_grad_dtypes or {})
     alike: dict[torch.dtype, set[str]] = {}
@@ -137,6 +140,7 @@ def read_optimizers(
                         algorithm=algorithm,
                         group=group_index,
                         config=config,
+                        layout=meshes.layout(param),
                     )
                 )
                 params.append(param)
@@ -152,6 +156,7 @@ def read_optimizers(
         config_keys=tuple(keys),
         group_sizes=tuple(sizes),
         seen_grad_dtypes=seen_dtypes,
+        meshes=meshes,
     )
 
 

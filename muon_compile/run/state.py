@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.build.pure import init_state
+from muon_compile.layout import like_param, local_part
 from muon_compile.plan.plan import Plan
 from muon_compile.run.reading import Reading
 
@@ -26,11 +27,14 @@ class StateStore:
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading, self.optimizers = plan, reading, list(optimizers)
         self.stacked = init_state(plan, reading.params)
+        # What optimizers are given, DTensors where the parameters are; and this rank's memory of the same.
         self.views: list[dict[str, Tensor]] = [{} for _ in reading.params]
+        self._local: list[dict[str, Tensor]] = [{} for _ in reading.params]
         for bucket in plan.buckets:
             for name, tensor in self.stacked[bucket.name].items():
                 for index, view in zip(bucket.params, tensor.unbind(0), strict=True):
-                    self.views[index][name] = view
+                    self._local[index][name] = view
+                    self.views[index][name] = like_param(view, reading.params[index])
         self._given: list[dict[str, Any]] = []
 
     @property
@@ -84,16 +88,16 @@ class StateStore:
         """
         for index, given in enumerate(states):
             self.check(index, given)
-        for views, given in zip(self.views, states, strict=True):
+        for index, (views, given) in enumerate(zip(self.views, states, strict=True)):
             for name, view in views.items():
-                value = given.get(name)
+                value, local = given.get(name), self._local[index][name]
                 if value is None:
-                    view.zero_()
+                    local.zero_()
                 elif isinstance(value, Tensor):
                     if value is not view:
-                        view.copy_(value.detach().reshape(view.shape))
+                        local.copy_(local_part(value.detach(), self.reading.params[index], view).reshape(local.shape))
                 else:
-                    view.fill_(float(value))
+                    local.fill_(float(value))
 
     def current(self) -> list[ParamState]:
         """What the optimizers hold now, by parameter."""

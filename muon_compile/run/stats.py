@@ -22,7 +22,8 @@ class StepStats:
         bytes: Payload per rank and step, in bytes.
         fx_nodes: Nodes of the last traced graph.
         temp_bytes: Most memory that a step's temporaries take at once, as planned; ``max_temp_bytes`` bounds it.
-        scratch_bytes: Memory that the CPU kernel takes beside that, for its threads, and keeps between steps.
+        scratch_bytes: Memory that the CPU kernels hold beside that for their threads, in the whole process, after the
+            last step.
     """
 
     graphs: int = 0

@@ -194,26 +194,28 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 DTENSOR = """
 import tempfile, torch, torch.distributed as dist, muon_compile as mc
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from tests.unit.untouched import refused
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 with tempfile.TemporaryDirectory() as folder:
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 1), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
-    param = torch.nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
-    optimizer = torch.optim.Muon([("block.weight", param)])
-    with refused(NotImplementedError, "'block.weight'", "DTensor", "Shard(dim=0)"):
-        mc.compile_step(optimizer, backend="aot_eager")
-    with refused(NotImplementedError, "'block.weight'", "DTensor"):
-        mc.Muon([("block.weight", param)])
-    assert "step" not in optimizer.__dict__ and not optimizer.state
+    plain = torch.nn.Parameter(torch.randn(4, 6))
+    alone = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+    for param in (plain, alone):
+        optimizer = torch.optim.Muon([("block.weight", param)])
+        step = mc.compile_step(optimizer, backend="aot_eager")
+        param.grad = torch.ones(4, 6) if param is plain else distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        optimizer.step()
+        assert step.plan.collectives == ()
+    assert torch.equal(alone.full_tensor(), plain)
+    assert isinstance(optimizer.state[alone]["momentum_buffer"], DTensor)
     dist.destroy_process_group()
-print("refused")
+print("equal")
 """
 
 
-def test_a_dtensor_is_refused_by_name() -> None:
+def test_a_dtensor_on_one_rank_steps_as_a_plain_tensor_does() -> None:
     done = run_python(DTENSOR)
-    assert done.stdout.split()[-1:] == ["refused"], done.stderr  # Gloo may print before it
+    assert done.stdout.split()[-1:] == ["equal"], done.stderr  # Gloo may print before it
 
 
 # -- no compiler --------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_other_unknown_options() -> None:
     ("arguments", "words"),
     [
         ({"backend": "inducto"}, ("backend", "aot_eager", "inducto")),
-        ({"strategy": "gram_scatter"}, ("strategy", "local", "gram_scatter")),
+        ({"strategy": "gram_scater"}, ("strategy", "local", "gram_scater")),
         ({"ns": "gramm"}, ("ns", "standard", "gramm")),
         ({"groups": {"shard": "3"}}, ("groups", "none", "shard")),
     ],

@@ -1,0 +1,57 @@
+"""Strategies that first give every rank every whole unit: ``all_gather``, ``gather_broadcast``, ``gather_scatter``.
+
+All take the directions' shards ``[num_units, sizes[shard_rank], cols]`` of one replica's units, and return the
+orthogonalized directions' shards, of the same shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from muon_compile.build import collectives
+from muon_compile.build.all_to_all import return_rows
+from muon_compile.plan.exchange import Exchange, Place, run_of
+
+# Whole units [k, rows, cols], any k, to as many orthogonalized ones of the same dtype.
+Whole = Callable[[Tensor], Tensor]
+
+
+def all_gather(x: Tensor, exchange: Exchange, place: Place, whole: Whole) -> Tensor:
+    """Every rank orthogonalizes every unit and keeps its own rows: one collective, no division of the work."""
+    start, stop = run_of(exchange.sizes, place.shard_rank)
+    return whole(gather_units(x, exchange, place))[:, start:stop]
+
+
+def gather_broadcast(x: Tensor, exchange: Exchange, place: Place, whole: Whole) -> Tensor:
+    """Each owner orthogonalizes its units and broadcasts them whole; every rank cuts its rows."""
+    units = gather_units(x, exchange, place)
+    owned = exchange.owned(0)
+    first, last = run_of(owned, place.shard_rank)
+    own = whole(units[first:last])
+    start, stop = run_of(exchange.sizes, place.shard_rank)
+    results = []
+    for owner, count in enumerate(owned):
+        if count:
+            buffer = own if owner == place.shard_rank else x.new_empty((count, exchange.rows, exchange.cols))
+            results.append(collectives.broadcast(buffer, owner, place.shard_group)[:, start:stop])
+    return torch.cat(results) if results else x
+
+
+def gather_scatter(x: Tensor, exchange: Exchange, place: Place, whole: Whole) -> Tensor:
+    """Each owner orthogonalizes its units and sends each rank its rows of them."""
+    units = gather_units(x, exchange, place)
+    first, last = run_of(exchange.owned(0), place.shard_rank)
+    return return_rows(whole(units[first:last]), exchange, place)
+
+
+def gather_units(x: Tensor, exchange: Exchange, place: Place) -> Tensor:
+    """Whole units ``[num_units, rows, cols]`` of their shards, in one gather of shards padded to the longest."""
+    sizes, longest = exchange.sizes, max(exchange.sizes)
+    every = collectives.all_gather(collectives.padded(x, 1, longest)[None], len(sizes), place.shard_group)
+    if min(sizes) == longest:
+        return every.transpose(0, 1).reshape(exchange.num_units, exchange.rows, exchange.cols)
+    shards = zip(every.unbind(0), sizes, strict=True)
+    return torch.cat([shard[:, :size] for shard, size in shards if size], dim=1)

@@ -1,0 +1,93 @@
+"""Parts whose matrices lie on several ranks: the agreement on gradients, and units made whole and cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muon_compile.build.collectives import all_reduce
+from muon_compile.build.gram import gram_polynomial
+from muon_compile.build.orthogonalize import orthogonalize, shape_scale
+from muon_compile.build.strategies import run_exchange
+from muon_compile.config import MuonConfig
+from muon_compile.plan.exchange import Exchange, Place
+from muon_compile.plan.plan import Plan, Stretch
+
+
+def agree_on_presence(
+    plan: Plan, presence: Sequence[Tensor], places: Mapping[int, Place]
+) -> tuple[list[Tensor], Tensor]:
+    """Let the ranks that exchange matrices agree on which gradients are there, before anything else is sent.
+
+    Returns:
+        Presence per bucket, all False where ranks disagree; and whether they agreed, 0-d bool.
+    """
+    masks = list(presence)
+    agreed: Tensor | None = None
+    for axes, buckets in plan.agreements():
+        place = next(places[i] for i, part in enumerate(plan.parts) if part.bucket == buckets[0])
+        total = torch.cat([presence[i].to(torch.int32) for i in buckets])
+        ranks = 1
+        for _, size, sharded in axes:
+            total = all_reduce(total, place.shard_group if sharded else place.replica_group)
+            ranks *= size
+        everywhere = total == ranks
+        ok = (everywhere | (total == 0)).all()
+        agreed = ok if agreed is None else agreed & ok
+        parts = everywhere.split([plan.buckets[i].size for i in buckets])
+        masks = [parts[buckets.index(i)] if i in buckets else mask for i, mask in enumerate(masks)]
+    assert agreed is not None
+    return [mask & agreed for mask in masks], agreed
+
+
+def exchange_part(part: Stretch, update: Tensor, place: Place) -> tuple[Tensor, float]:
+    """Orthogonalize a part over the ranks that share it.
+
+    Args:
+        part: The part, its bucket with this rank's shapes.
+        update: Directions ``[units, rows, cols]``, as far as this rank has them.
+        place: Where this rank stands.
+
+    Returns:
+        The update ``[B, *shape]``, this rank's shard, and the factor that scales it.
+    """
+    exchange, config = part.part.exchange, part.bucket.config
+    assert exchange is not None and isinstance(config, MuonConfig)
+    x = update.to(getattr(torch, exchange.comm_dtype))
+    x = (x.mT if exchange.transposed else x).contiguous()
+    rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
+    blocks = exchange.blocks or (rows,)
+    scales = [shape_scale(config, block, cols) for block in blocks]
+    common = scales[0] if len(set(scales)) == 1 else 1.0
+
+    def whole(y: Tensor) -> Tensor:
+        units = y.mT if exchange.transposed else y
+        result = _orthogonalize_blocks(units, blocks, [scale / common for scale in scales], config, exchange)
+        return result.mT if exchange.transposed else result
+
+    def gram(r: Tensor) -> Tensor:
+        return gram_polynomial(r, config)
+
+    result = run_exchange(x, exchange, place, whole, gram)
+    result = result.mT if exchange.transposed else result
+    return result.reshape(part.bucket.size, *part.bucket.shape), common
+
+
+def _orthogonalize_blocks(
+    units: Tensor, blocks: Sequence[int], scales: Sequence[float], config: MuonConfig, exchange: Exchange
+) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        return orthogonalize(x, config, form=exchange.form, kernel=exchange.kernel)
+
+    if len(blocks) == 1:
+        return run(units)
+    count, rows, cols = units.shape
+    if len(set(blocks)) == 1:
+        return run(units.reshape(count * len(blocks), rows // len(blocks), cols)).reshape(count, rows, cols)
+    parts = []
+    for block, scale in zip(units.split(list(blocks), dim=1), scales, strict=True):
+        result = run(block)
+        parts.append(result if scale == 1.0 else (result.float() * scale).to(result.dtype))
+    return torch.cat(parts, dim=1)

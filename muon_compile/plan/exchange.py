@@ -1,0 +1,98 @@
+"""How the matrices of a part are made whole on a mesh, and shared out: plain data, the same on every rank.
+
+A *unit* is what is cut over ranks as one: the trailing two dims of a parameter (a flattened convolution is one unit; a
+stack ``[E, m, n]`` is E of them). Units are numbered parameter by parameter, and every division is into consecutive
+runs: since all units of a part cost the same, that balances as well as any other assignment, and no rank ever has to
+gather single rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal[
+    "local", "all_gather", "all_to_all", "gather_broadcast", "gather_scatter", "gram_all_reduce", "gram_scatter"
+]
+STRATEGY_NAMES: tuple[str, ...] = (
+    "local",
+    "all_gather",
+    "all_to_all",
+    "gather_broadcast",
+    "gather_scatter",
+    "gram_all_reduce",
+    "gram_scatter",
+)
+# Each matrix is orthogonalized by one rank of the shard axis.
+OWNED = ("all_to_all", "gather_broadcast", "gather_scatter", "gram_scatter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How the units of one part are made whole and shared out.
+
+    Args:
+        strategy: Over the shard axis; ``"local"`` where every rank holds whole units.
+        num_units: Units of the part.
+        rows: Rows of a whole unit; the dim that is sharded, so a column-sharded unit counts transposed.
+        cols: Its columns.
+        transposed: The unit is sharded along its columns in memory.
+        shard_axis: Mesh axis that ``rows`` is cut over; None with ``"local"``.
+        sizes: Rows that each rank of the shard axis holds; they sum to ``rows``. ``(rows,)`` with ``"local"``.
+        replica_axis: Mesh axis whose ranks hold copies of the same shards; None where there is none.
+        replica_counts: Units that each replica orthogonalizes, in order, summing to ``num_units``. Empty: every replica
+            does all of them.
+        owner_counts: For each replica (one row where replicas repeat) the units that each rank of the shard axis owns,
+            in order; a row sums to the replica's units. Empty for strategies without owners.
+        comm_dtype: dtype of momenta and results on the wire.
+        form: Iteration form (``plan.forms``).
+        kernel: What runs it (``plan.Batch``).
+        blocks: Rows of every matrix of a unit as it lies in memory (heads, blocks of a fused weight); empty: it is one.
+    """
+
+    strategy: Strategy
+    num_units: int
+    rows: int
+    cols: int
+    transposed: bool
+    shard_axis: str | None
+    sizes: tuple[int, ...]
+    replica_axis: str | None
+    replica_counts: tuple[int, ...]
+    owner_counts: tuple[tuple[int, ...], ...]
+    comm_dtype: str
+    form: str
+    kernel: str
+    blocks: tuple[int, ...] = ()
+
+    def replica_run(self, replica: int) -> tuple[int, int]:
+        """First unit of a replica and the one after its last."""
+        return run_of(self.replica_counts, replica) if self.replica_counts else (0, self.num_units)
+
+    def owned(self, replica: int) -> tuple[int, ...]:
+        """Units that each rank of the shard axis owns within a replica's run."""
+        return self.owner_counts[replica if self.replica_counts else 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands in a part's exchange.
+
+    Args:
+        shard_rank: Its index along the shard axis.
+        shard_group: Name of the process group of that axis; empty where nothing is sharded.
+        replica_rank: Its index along the replica axis.
+        replica_group: Name of the process group of that axis; empty where there are no replicas.
+    """
+
+    shard_rank: int = 0
+    shard_group: str = ""
+    replica_rank: int = 0
+    replica_group: str = ""
+
+
+def run_of(counts: tuple[int, ...], index: int) -> tuple[int, int]:
+    """Start and stop of the ``index``-th of consecutive runs."""
+    stops = list(itertools.accumulate(counts, initial=0))
+    return stops[index], stops[index + 1]

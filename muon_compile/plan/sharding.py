@@ -1,0 +1,202 @@
+"""Give the parts whose matrices lie on several ranks their exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from muon_compile.config import MuonConfig
+from muon_compile.plan.assign import assign_grid
+from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange, Place, Strategy
+from muon_compile.plan.forms import parse_form
+from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
+from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
+from muon_compile.plan.strategies import choose_strategy, collectives, feasible, owned_flops
+from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
+
+# Gram strategies iterate on Grams alone: float32, all steps in one segment.
+_GRAM_FORM = "gram"
+
+
+def plan_exchanges(
+    buckets: Sequence[Bucket],
+    parts: Sequence[Part],
+    choices: Sequence[FormChoice],
+    *,
+    strategy: str,
+    divide: bool,
+    comm_dtype: str | None,
+    name_of: Callable[[Bucket], str],
+) -> tuple[Part, ...]:
+    """The parts with their exchanges: a strategy each, and owners that balance Newton-Schulz work over all of them.
+
+    Args:
+        buckets: The plan's buckets, with whole shapes.
+        parts: Their parts.
+        choices: Form and kernel of every kind of matrix.
+        strategy: ``"auto"``, or one for all matrices that lie on several ranks.
+        divide: Replicas share the work instead of repeating it.
+        comm_dtype: dtype on the wire; None: that of the products.
+        name_of: A bucket's name for errors.
+
+    Raises:
+        ValueError: The strategy cannot make a bucket's matrices whole; says which and why.
+    """
+    drafts: dict[int, Exchange] = {}
+    for index, part in enumerate(parts):
+        bucket = resolve_part(buckets, part).bucket
+        draft = _draft(bucket, choices, strategy, divide, comm_dtype, name_of)
+        if draft is not None:
+            drafts[index] = draft
+    worlds: dict[tuple[MeshSpec, str | None, str | None], list[int]] = {}
+    for index, draft in drafts.items():
+        layout = buckets[parts[index].bucket].layout
+        assert layout is not None
+        worlds.setdefault((layout.mesh, draft.shard_axis, draft.replica_axis), []).append(index)
+    result = list(parts)
+    for (mesh, shard_axis, replica_axis), indices in worlds.items():
+        shards = mesh.size(shard_axis) if shard_axis else 1
+        replicas = mesh.size(replica_axis) if replica_axis else 1
+        jobs = [(drafts[i].num_units, _owner_flops(drafts[i])) for i in indices]
+        shared = divide and replicas > 1
+        runs, owners = assign_grid(jobs, replicas, shards, divide=shared)
+        for i, run, owned in zip(indices, runs, owners, strict=True):
+            exchange = replace(
+                drafts[i],
+                replica_counts=tuple(run) if shared else (),
+                owner_counts=tuple(owned) if drafts[i].strategy in OWNED else (),
+                replica_axis=replica_axis if shared else None,
+            )
+            result[i] = replace(parts[i], exchange=exchange)
+    return tuple(result)
+
+
+def _draft(
+    bucket: Bucket,
+    choices: Sequence[FormChoice],
+    strategy: str,
+    divide: bool,
+    comm_dtype: str | None,
+    name_of: Callable[[Bucket], str],
+) -> Exchange | None:
+    """A part's exchange but for its owners; None where it needs none."""
+    layout, config, view = bucket.layout, bucket.config, bucket.view
+    if layout is None or view is None or math.prod(bucket.shape) == 0:
+        return None
+    assert isinstance(config, MuonConfig)
+    rows, cols = (bucket.shape[0], math.prod(bucket.shape[1:])) if is_flat(bucket) else bucket.shape[-2:]
+    units = bucket.size * (1 if is_flat(bucket) else math.prod(bucket.shape[:-2]))
+    blocks = all_blocks(bucket)
+    form, kernel = _form_of(bucket, choices)
+    dtype = comm_dtype or config.ns_dtype
+    common = {
+        "comm_dtype": dtype,
+        "blocks": blocks if len(blocks) > 1 else (),
+        "replica_counts": (),
+        "owner_counts": (),
+    }
+    if not needs_exchange(bucket):
+        stacks = layout.dim is not None and cut_between_stacks(bucket, layout)
+        alike = layout.dim is None or (stacks and len(set(layout.sizes)) == 1)
+        if not divide or layout.replica_axis is None or not alike or units == 0:
+            return None
+        return Exchange(
+            strategy="local",
+            num_units=units // len(layout.sizes) if stacks else units,
+            rows=rows,
+            cols=cols,
+            transposed=False,
+            shard_axis=None,
+            sizes=(rows,),
+            replica_axis=layout.replica_axis,
+            form=form,
+            kernel=kernel,
+            **common,  # type: ignore[arg-type]
+        )
+    transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
+    if is_flat(bucket) and layout.dim != 0:
+        raise NotImplementedError(
+            f"Parameter {name_of(bucket)!r}: expected a parameter that is read as one flat matrix to be sharded along "
+            f"dim 0, got dim {layout.dim} of {bucket.shape}."
+        )
+    if transposed:
+        rows, cols = cols, rows
+    facts = {"rows": rows, "cols": cols, "sizes": layout.sizes}
+    asks = {"blocks_cut": len(blocks) > 1, "relative_eps": config.eps == "relative"}
+    if strategy == "auto":
+        name = choose_strategy(num_units=units, comm_dtype=dtype, **facts, **asks).name  # type: ignore[arg-type]
+    else:
+        name = _named(strategy, bucket, facts | asks, name_of)
+    gram = name in ("gram_all_reduce", "gram_scatter")
+    return Exchange(
+        strategy=name,
+        num_units=units,
+        transposed=transposed,
+        shard_axis=layout.axis,
+        replica_axis=layout.replica_axis,
+        form=_GRAM_FORM if gram else form,
+        kernel="graph" if gram else kernel,
+        **facts,  # type: ignore[arg-type]
+        **common,  # type: ignore[arg-type]
+    )
+
+
+def _named(strategy: str, bucket: Bucket, facts: dict[str, object], name_of: Callable[[Bucket], str]) -> Strategy:
+    (name,) = [name for name in STRATEGY_NAMES if name == strategy]
+    reason = feasible(name, **facts)  # type: ignore[arg-type]
+    if reason is not None:
+        raise ValueError(
+            f"Parameter {name_of(bucket)!r}: strategy {strategy!r} cannot be used: {reason}. Expected another of "
+            f"{STRATEGY_NAMES}, or 'auto'."
+        )
+    return name  # type: ignore[return-value]
+
+
+def _form_of(bucket: Bucket, choices: Sequence[FormChoice]) -> tuple[str, str]:
+    """Form and kernel of a unit: those of its blocks where they agree."""
+    assert bucket.view is not None
+    found = {(c.form, c.kernel) for c in (find_choice(choices, bucket, rows) for rows in bucket.view.blocks)}
+    return found.pop() if len(found) == 1 else ("standard", "graph")
+
+
+def unit_flops(exchange: Exchange) -> int:
+    """FLOPs of one unit's iteration, all of its blocks."""
+    steps = 5 if exchange.form == "standard" else sum(parse_form(exchange.form, 5).segments)
+    form = parse_form(exchange.form, steps)
+    rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
+    symmetric = exchange.kernel != "graph"
+    return sum(form.flops(block, cols, symmetric=symmetric) for block in exchange.blocks or (rows,))
+
+
+def _owner_flops(exchange: Exchange) -> int:
+    return max(1, owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops(exchange)))
+
+
+def exchanged_bytes(bucket: Bucket, strategy: str, comm_dtype: str | None) -> int:
+    """About what a bucket's whole matrices take on one rank while they are exchanged, in bytes."""
+    if not needs_exchange(bucket) or strategy.startswith("gram"):
+        return 0
+    assert isinstance(bucket.config, MuonConfig) and bucket.layout is not None
+    total = bucket.size * math.prod(bucket.shape) * FLOAT_BYTES[comm_dtype or bucket.config.ns_dtype]
+    return 2 * total // len(bucket.layout.sizes) if strategy == "all_to_all" else 2 * total
+
+
+def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
+    """Every collective of a step, in order: the agreements on gradients, then part by part.
+
+    Args:
+        plan: The plan.
+        places: Where a rank stands, for every part with an exchange: the promise for that rank. None: for all, as if
+            every rank's replica owned whatever one of them owns.
+    """
+    made: list[CollectiveSpec] = []
+    for axes, buckets in plan.agreements():
+        count = sum(plan.buckets[i].size for i in buckets)
+        made += [CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=4 * count) for axis, _, _ in axes]
+    for wave in plan.waves:
+        for index in wave.parts:
+            exchange = plan.parts[index].exchange
+            if exchange is not None:
+                made += collectives(exchange, None if places is None else places[index].replica_rank)
+    return tuple(made)

@@ -1,0 +1,340 @@
+"""What every strategy asks of a part, puts on the wire, holds in memory and computes: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muon_compile.plan.assign import assign_runs
+from muon_compile.plan.exchange import OWNED, Exchange, Strategy, run_of
+from muon_compile.spec import FLOAT_BYTES, CollectiveSpec
+
+# rows / cols from which a Gram may be chosen: nearer to square it saves few FLOPs or none, and Q spans too much.
+GRAM_ASPECT = 2
+# Ranks from which on an all-to-all's messages, one for every other rank, are held to cost more than their bytes.
+MANY_RANKS = 64
+
+
+class _Run(NamedTuple):
+    """One replica's units of an exchange, seen by one rank of its shard group."""
+
+    exchange: Exchange
+    units: int
+    owned: tuple[int, ...]
+    broadcasters: tuple[int, ...]
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.exchange.sizes)
+
+    @property
+    def row_bytes(self) -> int:
+        """One row of one unit on the wire."""
+        return self.exchange.cols * FLOAT_BYTES[self.exchange.comm_dtype]
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.exchange.rows * self.row_bytes
+
+    @property
+    def triangle_bytes(self) -> int:
+        return triangle_bytes(self.exchange.cols, self.exchange.comm_dtype)
+
+    @property
+    def most_owned(self) -> int:
+        return max(self.owned, default=0)
+
+
+class _Transfer(NamedTuple):
+    """One collective: what this rank sends, and the operator's input and output on the rank where they are largest."""
+
+    kind: str
+    input_bytes: int
+    sent_bytes: int
+    output_bytes: int
+
+
+def _gather(ranks: int, input_bytes: int) -> _Transfer:
+    """All-gather around a ring: every rank passes on each block but one."""
+    return _Transfer("all_gather_into_tensor", input_bytes, (ranks - 1) * input_bytes, ranks * input_bytes)
+
+
+def _gather_rows(run: _Run) -> _Transfer:
+    """Every rank gets all units whole; rows are padded to the largest shard."""
+    return _gather(run.ranks, run.units * max(run.exchange.sizes) * run.row_bytes)
+
+
+def _to_owners(run: _Run) -> _Transfer:
+    """Every rank sends its rows of each unit to the unit's owner."""
+    sizes = run.exchange.sizes
+    sent = (run.units - run.owned[run.rank]) * sizes[run.rank] * run.row_bytes
+    held = run.most_owned * run.unit_bytes
+    return _Transfer("all_to_all_single", run.units * max(sizes) * run.row_bytes, sent, held)
+
+
+def _from_owners(run: _Run) -> _Transfer:
+    """Every owner sends each rank its rows of the results."""
+    others = run.exchange.rows - run.exchange.sizes[run.rank]
+    sent = run.owned[run.rank] * others * run.row_bytes
+    largest = run.most_owned * run.unit_bytes
+    return _Transfer("all_to_all_single", largest, sent, run.units * max(run.exchange.sizes) * run.row_bytes)
+
+
+def _broadcasts(run: _Run) -> list[_Transfer]:
+    """Every owner sends all of its results to everyone, as one flat buffer."""
+    made = []
+    for owner in run.broadcasters:
+        flat = run.owned[owner] * run.unit_bytes
+        made.append(_Transfer("broadcast", flat, (run.ranks - 1) * flat if owner == run.rank else 0, flat))
+    return made
+
+
+def _sum_grams(run: _Run) -> _Transfer:
+    """Everyone gets all sums: a ring's reduce-scatter, then its all-gather."""
+    total = run.units * run.exchange.cols**2 * gram_bytes(run.exchange.comm_dtype)
+    return _Transfer("all_reduce", total, 2 * (run.ranks - 1) * -(-total // run.ranks), total)
+
+
+def _scatter_grams(run: _Run) -> _Transfer:
+    """Every owner gets the sums of its own; units are padded to as many on every rank."""
+    chunk = run.most_owned * run.triangle_bytes
+    return _Transfer("reduce_scatter_tensor", run.ranks * chunk, (run.ranks - 1) * chunk, chunk)
+
+
+def _gather_q(run: _Run) -> _Transfer:
+    return _gather(run.ranks, run.most_owned * run.triangle_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One strategy.
+
+    Args:
+        gram: No rank sees a whole unit; only its Gram matrix is summed.
+        transfers: Its collectives over the shard axis, in the order in which they are issued.
+    """
+
+    gram: bool = False
+    transfers: Callable[[_Run], list[_Transfer]]
+
+
+_ROWS: dict[Strategy, _Row] = {
+    "local": _Row(transfers=lambda run: []),
+    "all_gather": _Row(transfers=lambda run: [_gather_rows(run)]),
+    "all_to_all": _Row(transfers=lambda run: [_to_owners(run), _from_owners(run)]),
+    "gather_broadcast": _Row(transfers=lambda run: [_gather_rows(run), *_broadcasts(run)]),
+    "gather_scatter": _Row(transfers=lambda run: [_gather_rows(run), _from_owners(run)]),
+    "gram_all_reduce": _Row(transfers=lambda run: [_sum_grams(run)], gram=True),
+    "gram_scatter": _Row(transfers=lambda run: [_scatter_grams(run), _gather_q(run)], gram=True),
+}
+
+
+def gram_bytes(comm_dtype: str) -> int:
+    """Bytes of an entry of a Gram or a Q: float32 or wider, since a half-precision Gram loses small singular values."""
+    return max(FLOAT_BYTES["float32"], FLOAT_BYTES[comm_dtype])
+
+
+def triangle_bytes(side: int, comm_dtype: str) -> int:
+    """A symmetric ``side x side`` Gram or Q on the wire: its lower triangle with the diagonal."""
+    return side * (side + 1) // 2 * gram_bytes(comm_dtype)
+
+
+def feasible(
+    strategy: Strategy, *, rows: int, cols: int, sizes: tuple[int, ...], blocks_cut: bool, relative_eps: bool
+) -> str | None:
+    """Why a strategy cannot make these units whole, in words; None where it can.
+
+    Args:
+        strategy: Over the shard axis.
+        rows: Rows of a whole unit, the dim that is sharded.
+        cols: Its columns.
+        sizes: Rows that each rank holds.
+        blocks_cut: The unit is a fused weight, several matrices whose rows are cut together.
+        relative_eps: The norm is scale-invariant (``eps="relative"``).
+    """
+    sharded = len(sizes) > 1
+    if strategy == "local":
+        if sharded:
+            return (
+                f"each of {len(sizes)} ranks holds a part of every unit, and orthogonalizing parts is another algorithm"
+            )
+        return None
+    if not sharded:
+        return "every rank holds whole units, so there is nothing to exchange"
+    if not _ROWS[strategy].gram:
+        return None
+    if rows < cols:
+        return f"the sharded dim has {rows} entries, the other one {cols}: only along the longer one do Grams add up"
+    if blocks_cut:
+        return "a fused weight is several matrices, each with a Gram of its own"
+    if relative_eps:
+        return 'eps="relative" needs the largest entry of a unit before its Gram'
+    return None
+
+
+def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
+    start, stop = exchange.replica_run(replica)
+    owned = exchange.owned(replica) if exchange.strategy in OWNED else ()
+    return _Run(exchange, stop - start, owned, tuple(i for i, units in enumerate(owned) if units), rank)
+
+
+def _transfers(run: _Run) -> list[_Transfer]:
+    return _ROWS[run.exchange.strategy].transfers(run)
+
+
+def _between_replicas(exchange: Exchange, size: int) -> list[_Transfer]:
+    """The all-gather of each replica's results, ``size`` rows of them, padded to the longest run."""
+    counts = exchange.replica_counts
+    each = size * exchange.cols * FLOAT_BYTES[exchange.comm_dtype]
+    return [_gather(len(counts), max(counts) * each)] if counts else []
+
+
+def _runs(exchange: Exchange) -> list[_Run]:
+    """Every replica's run, or the one that they share."""
+    return [_run(exchange, replica, 0) for replica in range(max(1, len(exchange.replica_counts)))]
+
+
+def collectives(exchange: Exchange, replica: int | None = None) -> tuple[CollectiveSpec, ...]:
+    """The collectives of a part, in the order in which they are issued.
+
+    ``bytes_per_rank`` is the operator's input, on the rank where it is largest; a broadcast's is its owner's. A part
+    without entries has none.
+
+    Args:
+        exchange: The part's.
+        replica: What the ranks of this replica issue; None: the most that any replica does. They differ in bytes, and
+            where a shard rank owns nothing in some of the replicas in their number of broadcasts.
+    """
+    if exchange.num_units * exchange.rows * exchange.cols == 0:
+        return ()
+    runs = _runs(exchange) if replica is None else [_run(exchange, replica, 0)]
+    broadcasters = tuple(sorted({owner for run in runs for owner in run.broadcasters}))
+    everyone = [_transfers(run._replace(broadcasters=broadcasters)) for run in runs]
+    made = [
+        CollectiveSpec(
+            kind=same[0].kind, axis=exchange.shard_axis or "", bytes_per_rank=max(t.input_bytes for t in same)
+        )
+        for same in zip(*everyone, strict=True)
+    ]
+    for transfer in _between_replicas(exchange, max(exchange.sizes)):
+        axis = exchange.replica_axis or ""
+        made.append(CollectiveSpec(kind=transfer.kind, axis=axis, bytes_per_rank=transfer.input_bytes))
+    return tuple(made)
+
+
+def sent_bytes(exchange: Exchange, shard_rank: int, replica_rank: int) -> int:
+    """Bytes that one rank sends, padding included.
+
+    Counted for ring algorithms and pairwise exchanges; a broadcast is the owner's, once for every other rank. With
+    even shards, full runs and k units: ``k m n s (W-1) / W`` for a gather of rows, twice that over W for all_to_all.
+    """
+    within = _transfers(_run(exchange, replica_rank, shard_rank))
+    across = _between_replicas(exchange, exchange.sizes[shard_rank])
+    return sum(transfer.sent_bytes for transfer in (*within, *across))
+
+
+def gathered_bytes(exchange: Exchange) -> int:
+    """Most memory that what one collective gathers, whole units, Grams or results, takes on a rank, in bytes."""
+    within = [transfer for run in _runs(exchange) for transfer in _transfers(run)]
+    across = _between_replicas(exchange, max(exchange.sizes))
+    return max((transfer.output_bytes for transfer in (*within, *across)), default=0)
+
+
+def owned_flops(strategy: Strategy, rows: int, cols: int, unit_flops: int) -> int:
+    """Of a unit's FLOPs those that one rank does for all: with a Gram the small products, else everything.
+
+    The Gram and ``X <- Q X`` are ``4 m n^2``, done by every rank for the rows that it holds.
+    """
+    return unit_flops - min(unit_flops, 4 * rows * cols**2) if _ROWS[strategy].gram else unit_flops
+
+
+def flops_of_rank(exchange: Exchange, unit_flops: int, shard_rank: int, replica_rank: int) -> int:
+    """FLOPs of the iteration that one rank does, where a whole unit takes ``unit_flops``."""
+    run = _run(exchange, replica_rank, shard_rank)
+    whole = run.owned[shard_rank] if run.owned else run.units
+    own = owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops)
+    first, last = run_of(exchange.sizes, shard_rank)
+    rows = max(exchange.rows, 1)
+    # Cut where the rows are cut, so that the ranks' shares sum to the whole.
+    shared = (unit_flops - own) * last // rows - (unit_flops - own) * first // rows
+    return whole * own + run.units * shared
+
+
+class StrategyChoice(NamedTuple):
+    """A part's strategy, the reason in a few words, and what would have come next."""
+
+    name: Strategy
+    reason: str
+    runner_up: Strategy
+
+
+def choose_strategy(
+    *,
+    rows: int,
+    cols: int,
+    sizes: tuple[int, ...],
+    num_units: int,
+    comm_dtype: str = "bfloat16",
+    blocks_cut: bool = False,
+    relative_eps: bool = False,
+) -> StrategyChoice:
+    """Choose a strategy by bytes sent and by work done twice; latency and bandwidth are not asked.
+
+    1. One rank: ``local``.
+    2. Gram strategies where they are feasible, the unit is at least ``GRAM_ASPECT`` times as long as wide (then the
+       Gram form has fewer FLOPs, and the large products are shared by rows), and they send less than gather_scatter,
+       the cheapest strategy that gathers: ``gram_scatter``, or ``gram_all_reduce`` for a single unit.
+    3. A single unit: ``all_gather``.
+    4. ``all_to_all``, which sends the least, below ``MANY_RANKS`` ranks; from there on ``gather_scatter``.
+    """
+    ranks = len(sizes)
+    if ranks <= 1:
+        return StrategyChoice("local", "every rank holds whole units", "all_gather")
+    plain = _choose_plain(ranks, num_units)
+    gram: Strategy = "gram_scatter" if num_units > 1 else "gram_all_reduce"
+    against = feasible(gram, rows=rows, cols=cols, sizes=sizes, blocks_cut=blocks_cut, relative_eps=relative_eps)
+    if against is None and rows >= GRAM_ASPECT * cols:
+        sent, other = (
+            sent_bytes(_even(name, rows, cols, sizes, num_units, comm_dtype), 0, 0) for name in (gram, "gather_scatter")
+        )
+        if sent < other:
+            less = f"Grams send {sent / other:.2f} of what gather_scatter would"
+            what = (
+                "shares all products" if gram == "gram_scatter" else "one unit, so no small product waits for another"
+            )
+            return StrategyChoice(gram, f"{less}; {what}", plain.name)
+    return plain
+
+
+def _choose_plain(ranks: int, num_units: int) -> StrategyChoice:
+    if num_units < 2:
+        reason = "one unit: with an owner the other ranks would only wait, and results would have to be sent"
+        return StrategyChoice("all_gather", reason, "gather_broadcast")
+    if ranks < MANY_RANKS:
+        reason = f"sends the least, and {ranks - 1} peers per rank are few"
+        return StrategyChoice("all_to_all", reason, "gather_scatter")
+    reason = f"{ranks} ranks: momenta around a ring, so that of all-to-all's two rounds of messages one is left"
+    return StrategyChoice("gather_scatter", reason, "gather_broadcast")
+
+
+def _even(
+    strategy: Strategy, rows: int, cols: int, sizes: tuple[int, ...], num_units: int, comm_dtype: str
+) -> Exchange:
+    """An exchange on one replica, its units shared out alone; the first rank then owns the most."""
+    return Exchange(
+        strategy=strategy,
+        num_units=num_units,
+        rows=rows,
+        cols=cols,
+        transposed=False,
+        shard_axis="shard",
+        sizes=sizes,
+        replica_axis=None,
+        replica_counts=(),
+        owner_counts=tuple(assign_runs([(num_units, 1)], len(sizes))),
+        comm_dtype=comm_dtype,
+        form="standard",
+        kernel="graph",
+    )

@@ -1,0 +1,276 @@
+"""Every strategy on real ranks: the assembled result is that of one process with the whole stack, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from muon_compile.build.gram import gram_polynomial, pack_triangles, unpack_triangles
+from muon_compile.build.orthogonalize import orthogonalize
+from muon_compile.build.strategies import GRAM, WHOLE, run_exchange
+from muon_compile.config import MuonConfig
+from muon_compile.plan.exchange import STRATEGY_NAMES, Place, Strategy
+from tests.dist.cases import WORLD, Case, cases, replica_cases
+from tests.dist.ranks import Ranks
+from tests.reference import gaussian, orthogonal, relative_error
+
+SHARDED = tuple(name for name in STRATEGY_NAMES if name != "local")
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def group_names(replicas: int) -> tuple[str, str]:
+    """Names of this rank's shard group and replica group; every rank makes all of them, in the same order."""
+    if replicas == 1:
+        return dist.group.WORLD.group_name, ""
+    mesh = torch.arange(WORLD).view(replicas, -1)
+    names = []
+    for lines in (mesh.tolist(), mesh.T.tolist()):
+        groups = {tuple(line): dist.new_group(line) for line in lines}
+        names += [group.group_name for line, group in groups.items() if dist.get_rank() in line]
+    return names[0], names[1]
+
+
+def call(case: Case, place: Place) -> Callable[[Tensor], Tensor]:
+    return lambda x: run_exchange(x, case.exchange, place, case.whole, case.gram)
+
+
+def trace(x: Tensor, run: Callable[[Tensor], Tensor]) -> GraphModule:
+    """The graph of ``run`` on a tensor like x; it returns a tuple, as AOTAutograd wants it."""
+    # Imported here: it takes seconds, which ranks can do without.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode()
+    with torch.no_grad(), mode:
+        return make_fx(lambda x: (run(x),))(mode.from_tensor(x))
+
+
+def run_eager(rank: int, wanted: dict[str, Case]) -> dict[str, Tensor]:
+    results = {}
+    for name, case in wanted.items():
+        place = case.place(rank, group_names(case.replicas))
+        results[name] = call(case, place)(case.shard(place.shard_rank))
+        assert results[name].is_contiguous()
+    return results
+
+
+def run_traced(rank: int, wanted: dict[str, Case]) -> dict[str, Tensor]:
+    """Traced, and then through AOTAutograd, as a backend gets it."""
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+
+    results = {}
+    for name, case in wanted.items():
+        place = case.place(rank, group_names(case.replicas))
+        x = case.shard(place.shard_rank)
+        with torch.no_grad():
+            graph = trace(x, call(case, place))
+            compiled = aot_module_simplified(graph, [x], fw_compiler=lambda g, _: make_boxed_func(g.forward))
+            (results[name],) = compiled(x)
+            assert torch.equal(graph(x)[0], results[name])
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD) as started:
+        yield started
+
+
+def assembled(case: Case, shards: list[Tensor]) -> Tensor:
+    """The units of their shards; replicas have to agree."""
+    per_replica = torch.stack(shards) if case.strategy == "local" else None
+    if per_replica is None:
+        width = len(case.exchange.sizes)
+        per_replica = torch.stack([torch.cat(shards[i : i + width], dim=1) for i in range(0, WORLD, width)])
+    for other in per_replica[1:]:
+        assert torch.equal(other, per_replica[0])
+    return per_replica[0]
+
+
+def check(wanted: dict[str, Case], per_rank: list[dict[str, Tensor]]) -> None:
+    for name, case in wanted.items():
+        actual = assembled(case, [results[name] for results in per_rank])
+        units = case.whole_units
+        expected = case.whole(units)
+        assert actual.shape == expected.shape, name
+        assert actual.dtype == units.dtype, name
+        if case.strategy in GRAM:
+            exact = torch.stack([orthogonal(unit) for unit in units]) if case.units else expected
+            assert relative_error(actual, exact) <= (2e-3 if case.dtype == "float32" else 4e-3), name
+        else:
+            assert torch.equal(actual, expected), (name, relative_error(actual, expected))
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_result_is_that_of_one_process(ranks: Ranks, strategy: Strategy) -> None:
+    for dtype in ("float32", "bfloat16"):
+        wanted = cases(strategy, dtype)
+        check(wanted, ranks.run(run_eager, wanted))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_replicas_divide_or_repeat(ranks: Ranks, strategy: Strategy) -> None:
+    wanted = replica_cases(strategy)
+    check(wanted, ranks.run(run_eager, wanted))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_traced_exchange_does_the_same(ranks: Ranks, strategy: Strategy) -> None:
+    names = ("2,2,1,0 rows", "skewed, uneven")
+    wanted = {name: case for name, case in cases(strategy).items() if name in names}
+    wanted["divided"] = replica_cases(strategy)["divided"]
+    check(wanted, ranks.run(run_traced, wanted))
+
+
+# -- graphs: no rank is needed to look at them ------------------------------------------------------------------------
+
+
+def collectives_of(graph: GraphModule) -> list[Node]:
+    """The collectives; each is waited for."""
+    nodes = [node for node in graph.graph.nodes if str(node.target).startswith("_c10d_functional.")]
+    found = [node for node in nodes if "wait_tensor" not in str(node.target)]
+    for node in found:
+        assert [str(user.target) for user in node.users] == ["_c10d_functional.wait_tensor.default"], node
+    return found
+
+
+def names_of(case: Case, place: Place) -> list[str]:
+    """Names of the collectives of a rank's graph."""
+    run = functools.partial(run_exchange, exchange=case.exchange, place=place, whole=doubled, gram=doubled)
+    return [str(node.target).split(".")[1] for node in collectives_of(trace(case.shard(place.shard_rank), run))]
+
+
+def doubled(y: Tensor) -> Tensor:
+    return y * 2.0
+
+
+EXPECTED: dict[Strategy, list[str]] = {
+    "local": [],
+    "all_gather": ["all_gather_into_tensor"],
+    "gather_broadcast": ["all_gather_into_tensor"],
+    "gather_scatter": ["all_gather_into_tensor", "all_to_all_single"],
+    "all_to_all": ["all_to_all_single", "all_to_all_single"],
+    "gram_all_reduce": ["all_reduce"],
+    "gram_scatter": ["reduce_scatter_tensor", "all_gather_into_tensor"],
+}
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_every_rank_issues_the_same_collectives(strategy: Strategy) -> None:
+    for name in {"2,2,1,0 rows", "one unit", "no unit", "skewed"} & cases(strategy).keys():
+        case = cases(strategy)[name]
+        owners = sum(count > 0 for count in case.exchange.owned(0)) if strategy == "gather_broadcast" else 0
+        for rank in range(WORLD):
+            found = names_of(case, case.place(rank))
+            assert found == EXPECTED[strategy] + ["broadcast"] * owners, (name, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_dividing_over_replicas_adds_one_gather(strategy: Strategy) -> None:
+    for name in ("repeated", "divided", "one replica idle"):
+        case = replica_cases(strategy)[name]
+        for rank in range(WORLD):
+            found = names_of(case, case.place(rank))
+            replica = rank // len(case.exchange.sizes) if case.replica_counts else 0
+            owners = 0
+            if strategy == "gather_broadcast":
+                owners = sum(count > 0 for count in case.exchange.owned(replica))
+            added = ["all_gather_into_tensor"] if case.replica_counts else []
+            assert found == EXPECTED[strategy] + ["broadcast"] * owners + added, (name, rank)
+
+
+# What both Inductor and TorchAir 2.13 lower, of what strategies need around the products.
+LOWERED = {
+    *(
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "arange",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "clamp",
+        "clone",
+        "constant_pad_nd",
+        "expand",
+    ),
+    *("new_empty", "new_zeros", "permute", "split_with_sizes", "sqrt", "unsqueeze", "view", "add.Tensor", "div.Tensor"),
+    *("eq.Tensor", "ge.Tensor", "mul.Tensor", "select.int", "slice.Tensor", "sum.dim_IntList", "transpose.int"),
+    *("unbind.int", "where.self"),
+}
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_graph_has_only_operators_that_every_backend_lowers(strategy: Strategy) -> None:
+    for name in ("even", "2,2,1,0 rows", "no unit"):
+        case = cases(strategy)[name]
+        for rank in (0, WORLD - 1):
+            place = case.place(rank)
+            run = functools.partial(run_exchange, exchange=case.exchange, place=place, whole=doubled, gram=case.gram)
+            graph = trace(case.shard(place.shard_rank), run)
+            used = {str(node.target) for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+            used = {name.removeprefix("aten.").removesuffix(".default") for name in used if "c10d" not in name}
+            assert used <= LOWERED, used - LOWERED
+
+
+# -- Gram -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("units", [0, 1, 3])
+def test_triangles_come_back(n: int, units: int) -> None:
+    a = gaussian(units, n, n, seed=n)
+    packed = pack_triangles(a)
+    assert packed.shape == (units, n * (n + 1) // 2)
+    assert torch.equal(unpack_triangles(packed, n), (a + a.mT) / 2)
+
+
+def test_gram_scatter_sends_a_quarter_of_gather_broadcast() -> None:
+    """In bytes that a rank puts in, bfloat16 momenta [3072, 768]: (cols + 1) / rows, so a quarter and a diagonal."""
+
+    def payload(strategy: Strategy) -> int:
+        case = Case(strategy=strategy, units=8, rows=3072, cols=768, dtype="bfloat16")
+        shard = torch.empty(8, 3072 // WORLD, 768, dtype=torch.bfloat16, device="meta")
+        graph = trace(shard, call(case, case.place(0)))
+        inputs = [node.args[0].meta["val"] for node in collectives_of(graph)]
+        assert inputs
+        return sum(x.numel() * x.element_size() for x in inputs)
+
+    assert payload("gram_scatter") / payload("gather_broadcast") <= 769 / 3072
+
+
+@pytest.mark.parametrize("preset", ["torch", "keller", "hyperparallel"])
+def test_gram_polynomial_is_the_iteration(preset: str) -> None:
+    config = MuonConfig(preset=preset, ns_dtype="float32")
+    x = gaussian(3, 40, 12, seed=1) * torch.tensor([1.0, 1e-3, 1e-7]).view(3, 1, 1)
+    y = x @ gram_polynomial(x.mT @ x, config)
+    assert relative_error(y, orthogonalize(x, config)) <= 1e-5
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-38, 1e-7])
+def test_gram_polynomial_of_nothing_is_finite(eps: float) -> None:
+    x = torch.zeros(2, 6, 3)
+    x[1] = 1e-30
+    y = x @ gram_polynomial(x.mT @ x, MuonConfig(ns_dtype="float32", eps=eps))
+    assert torch.isfinite(y).all()
+    assert y.abs().max() <= 1e-6
+
+
+def test_every_strategy_has_its_function() -> None:
+    assert {*WHOLE, *GRAM} == set(STRATEGY_NAMES)
+    assert not set(WHOLE) & set(GRAM)
