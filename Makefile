@@ -11,7 +11,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test bench check lint types imports format clean
+.PHONY: help setup demo test test-dist bench check lint types imports format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -33,15 +33,18 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small transformer on real text, eager and compiled
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(READY) ## run the tests; ARGS="-k muon -x" goes to pytest
-	$(BIN)/python -m pytest tests $(ARGS)
+test: $(READY) ## run the tests of one process; ARGS="-k muon -x" goes to pytest
+	$(BIN)/python -m pytest tests -m "not dist" $(ARGS)
+
+test-dist: $(READY) ## run the tests of several ranks, on gloo
+	$(BIN)/python -m pytest tests/dist -m dist $(ARGS)
 
 bench: $(READY) ## print every figure of the README and draw step times (out/bench.png); ARGS="--minutes 10" runs all sets
 	$(BIN)/python tools/figures.py
 	$(BIN)/python tools/compile_time.py
 	$(BIN)/python tools/bench_step.py --json out/bench.json --png out/bench.png --seconds 3 --minutes 4 $(ARGS)
 
-check: lint types imports test ## what CI runs: lint, types, import rules, tests
+check: lint types imports test test-dist ## what CI runs: lint, types, import rules, tests
 
 lint: $(READY) ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.spec import Algorithm, MatrixSpec, MeshSpec, ShardLayout, chunk_sizes
 
+# The mesh axis of plain parameters that several ranks hold copies of, in compile_step's groups=.
+REPLICATE = "replicate"
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` for ``torch.float32``, and so on."""
@@ -85,10 +88,22 @@ def _check_placements(name: str, tensor: DTensor) -> None:
 
 
 class Meshes:
-    """The device meshes that parameters lie on, by the names that specs know them by."""
+    """The device meshes that parameters lie on, by the names that specs know them by.
 
-    def __init__(self) -> None:
+    Args:
+        replicate: The ranks that hold copies of plain parameters, as under DDP; None: a plain parameter is this rank's
+            own.
+    """
+
+    def __init__(self, replicate: ProcessGroup | None = None) -> None:
         self._known: list[tuple[DeviceMesh, MeshSpec]] = []
+        self._replicate = replicate
+
+    @property
+    def _plain(self) -> MeshSpec | None:
+        if self._replicate is None or self._replicate.size() == 1:
+            return None
+        return MeshSpec(axes=((REPLICATE, self._replicate.size()),), name="plain")
 
     def spec(self, mesh: DeviceMesh) -> MeshSpec:
         """The mesh as plain data; equal meshes have one name."""
@@ -102,9 +117,10 @@ class Meshes:
         return spec
 
     def layout(self, tensor: Tensor) -> ShardLayout | None:
-        """How a parameter lies on its mesh; None for a plain tensor."""
+        """How a parameter lies on its mesh; None where this rank alone has it."""
         if not isinstance(tensor, DTensor):
-            return None
+            plain = self._plain
+            return None if plain is None else ShardLayout(mesh=plain, replica_axis=REPLICATE)
         spec = self.spec(tensor.device_mesh)
         axis: str | None = None
         dim: int | None = None
@@ -119,12 +135,15 @@ class Meshes:
 
     def group(self, mesh: MeshSpec, axis: str) -> ProcessGroup:
         """The process group of an axis that this rank is in."""
+        if mesh == self._plain:
+            assert self._replicate is not None
+            return self._replicate
         (found,) = [known for known, spec in self._known if spec == mesh]
         return found.get_group([name for name, _ in mesh.axes].index(axis))
 
     def groups(self) -> list[ProcessGroup]:
         """The process groups of all meshes, each once, in an order that their ranks share."""
-        found: list[ProcessGroup] = []
+        found = [] if self._replicate is None or self._plain is None else [self._replicate]
         for mesh, _ in self._known:
             for axis in range(mesh.ndim):
                 if mesh.size(axis) > 1 and mesh.get_group(axis) not in found:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from muon_compile.lower.check import found_collectives
 from muon_compile.lower.compiled import CompiledGraph, CompileError
 from muon_compile.lower.trace import TracedStep
 
@@ -206,8 +207,27 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
             "CompileConfig(inductor_route='standalone') takes another way into Inductor; please report the graph "
             "that compile_step(..., backend='aot_eager') dumps."
         ) from error
+    _check_order(traced, "\n".join(code.values()))
     cached = counters["inductor"]["fxgraph_cache_hit"] > hits
     return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached)
+
+
+def _check_order(traced: TracedStep, code: str) -> None:
+    """Hold the order of collectives after Inductor's scheduling against the traced one.
+
+    Raises:
+        CompileError: They differ; ranks whose graphs differ might then wait for each other for ever.
+    """
+    traced_kinds = found_collectives(traced)
+    if not traced_kinds or not code:
+        return
+    calls = re.findall(r"torch\.ops\._c10d_functional\.(\w+)\.default\(", code)
+    kinds = [re.sub(r"(_out|_)$", "", call) for call in calls if not call.startswith("wait_tensor")]
+    if kinds != traced_kinds:
+        raise CompileError(
+            f"Inductor moved the step's collectives: expected {traced_kinds}, got {kinds}. An option of "
+            "inductor_options reorders communication; leave it out."
+        )
 
 
 def _has_option(config: Any, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,7 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from muon_compile.plan.assign import imbalance
 from muon_compile.plan.plan import Bucket, Plan
+from muon_compile.plan.sharding import rank_flops
+from muon_compile.plan.strategies import collectives
 
 WIDTH = 120
 
@@ -22,6 +26,9 @@ def describe_plan(plan: Plan) -> str:
     console = Console(file=sink, width=WIDTH, color_system=None, highlight=False, soft_wrap=False)
     console.print(Text(_headline(plan)))
     console.print(_buckets_table(plan))
+    if any(part.exchange is not None for part in plan.parts):
+        console.print(_exchanges_table(plan))
+        console.print(Text(_loads_line(plan)))
     if plan.batches:
         console.print(_batches_table(plan))
         console.print(_reasons_table(plan))
@@ -89,3 +96,38 @@ def _batches_table(plan: Plan) -> Table:
 def _reasons_table(plan: Plan) -> Table:
     rows = [(f"{batch.name}:", batch.reason) for batch in plan.batches]
     return _table(("batch", "why this form and kernel"), rows, right=())
+
+
+def _exchanges_table(plan: Plan) -> Table:
+    rows = []
+    for part in plan.parts:
+        exchange = part.exchange
+        if exchange is None:
+            continue
+        bucket = plan.buckets[part.bucket]
+        name = (
+            bucket.name if (part.start, part.stop) == (0, bucket.size) else f"{bucket.name}[{part.start}:{part.stop}]"
+        )
+        size = f"{exchange.rows} x {exchange.cols}{' (transposed)' if exchange.transposed else ''}"
+        owners = ["/".join(map(str, row)) for row in exchange.owner_counts] or ["every rank"]
+        kinds = Counter(spec.kind for spec in collectives(exchange))
+        sent = f"{sum(spec.bytes_per_rank for spec in collectives(exchange)):,}"
+        done = "; ".join(owners) if len(exchange.sizes) <= 8 else f"{_min_max(exchange.owner_counts)} each"
+        calls = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
+        rows.append((name, exchange.strategy, str(exchange.num_units), size, exchange.comm_dtype, sent, done, calls))
+    headings = ("part", "strategy", "units", "rows x cols", "wire", "bytes", "units by owner", "collectives")
+    return _table(headings, rows, right=("units", "bytes"))
+
+
+def _min_max(rows: Sequence[Sequence[int]]) -> str:
+    """``"3 to 4"``, of all numbers in the rows."""
+    flat = [value for row in rows for value in row]
+    return f"{min(flat, default=0)} to {max(flat, default=0)}"
+
+
+def _loads_line(plan: Plan) -> str:
+    loads = rank_flops(plan)
+    busiest, mean = max(loads), sum(loads) / len(loads)
+    share = f"{busiest / 1e9:,.3f} GFLOP on the busiest rank, {mean / 1e9:,.3f} on average"
+    each = ", ".join(f"{load / 1e9:,.3f}" for load in loads) if len(loads) <= 16 else f"{len(loads)} ranks"
+    return f"Newton-Schulz of exchanged parts: {share}, imbalance {imbalance(loads):.1%}; by rank: {each}"

@@ -12,7 +12,7 @@ from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange, Place, S
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
-from muon_compile.plan.strategies import choose_strategy, collectives, feasible, owned_flops
+from muon_compile.plan.strategies import choose_strategy, collectives, feasible, flops_of_rank, owned_flops
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
 # Gram strategies iterate on Grams alone: float32, all steps in one segment.
@@ -58,7 +58,7 @@ def plan_exchanges(
     for (mesh, shard_axis, replica_axis), indices in worlds.items():
         shards = mesh.size(shard_axis) if shard_axis else 1
         replicas = mesh.size(replica_axis) if replica_axis else 1
-        jobs = [(drafts[i].num_units, _owner_flops(drafts[i])) for i in indices]
+        jobs = [(drafts[i].num_units, _owner_flops(drafts[i], buckets[parts[i].bucket])) for i in indices]
         shared = divide and replicas > 1
         runs, owners = assign_grid(jobs, replicas, shards, divide=shared)
         for i, run, owned in zip(indices, runs, owners, strict=True):
@@ -160,17 +160,18 @@ def _form_of(bucket: Bucket, choices: Sequence[FormChoice]) -> tuple[str, str]:
     return found.pop() if len(found) == 1 else ("standard", "graph")
 
 
-def unit_flops(exchange: Exchange) -> int:
+def unit_flops(exchange: Exchange, bucket: Bucket) -> int:
     """FLOPs of one unit's iteration, all of its blocks."""
-    steps = 5 if exchange.form == "standard" else sum(parse_form(exchange.form, 5).segments)
-    form = parse_form(exchange.form, steps)
+    assert isinstance(bucket.config, MuonConfig)
+    form = parse_form(exchange.form, bucket.config.ns_steps)
     rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
-    symmetric = exchange.kernel != "graph"
-    return sum(form.flops(block, cols, symmetric=symmetric) for block in exchange.blocks or (rows,))
+    symmetric, narrow = exchange.kernel != "graph", FLOAT_BYTES[bucket.config.ns_dtype] < FLOAT_BYTES["float32"]
+    return sum(form.flops(block, cols, symmetric=symmetric, narrow=narrow) for block in exchange.blocks or (rows,))
 
 
-def _owner_flops(exchange: Exchange) -> int:
-    return max(1, owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops(exchange)))
+def _owner_flops(exchange: Exchange, bucket: Bucket) -> int:
+    """What the owner of a unit does for all."""
+    return max(1, owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops(exchange, bucket)))
 
 
 def exchanged_bytes(bucket: Bucket, strategy: str, comm_dtype: str | None) -> int:
@@ -200,3 +201,20 @@ def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) 
             if exchange is not None:
                 made += collectives(exchange, None if places is None else places[index].replica_rank)
     return tuple(made)
+
+
+def rank_flops(plan: Plan) -> list[int]:
+    """Newton-Schulz FLOPs of every rank of the plan's mesh, for the parts that are exchanged there."""
+    mesh = plan.mesh
+    loads = [0] * mesh.num_ranks
+    for part in plan.parts:
+        exchange, layout = part.exchange, plan.buckets[part.bucket].layout
+        if exchange is None or layout is None or layout.mesh != mesh:
+            continue
+        each = unit_flops(exchange, plan.buckets[part.bucket])
+        for rank in range(mesh.num_ranks):
+            at = mesh.coordinates(rank)
+            shard = at[exchange.shard_axis] if exchange.shard_axis else 0
+            replica = at[exchange.replica_axis] if exchange.replica_axis else 0
+            loads[rank] += flops_of_rank(exchange, each, shard, replica)
+    return loads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -195,8 +196,12 @@ class Binding:
         stats.cached += compiled.cached
         stats.compile_seconds += seconds
         stats.graphs = len(self.graphs)
-        stats.collectives = len(self.plan.collectives)
-        stats.bytes = sum(c.bytes_per_rank for c in self.plan.collectives)
+        promised = self.local.collectives
+        stats.collectives, stats.bytes = len(promised), sum(c.bytes_per_rank for c in promised)
+        stats.collectives_by_kind = dict(Counter(c.kind for c in promised))
+        stats.bytes_by_kind = {
+            kind: sum(c.bytes_per_rank for c in promised if c.kind == kind) for kind in stats.collectives_by_kind
+        }
         stats.fx_nodes = len(traced.graph.graph.nodes)
         stats.temp_bytes = self.plan.temp_bytes
         _LOG.info("compiled in %.1f s%s", seconds, " (from the disk cache)" if compiled.cached else "")

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.optim import Optimizer
 
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
+from muon_compile.layout import REPLICATE
 from muon_compile.lower.backends import check_backend
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
@@ -53,16 +55,17 @@ class CompiledStep:
         config: CompileConfig,
         check_compiler: bool = True,
         hardware: Hardware | None = None,
+        replicate: ProcessGroup | None = None,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.config = config
         self.stats = StepStats()
         self._adapters = find_adapters(optimizers)
         self._backend, self._strategy, self._ns = backend, strategy, ns
-        self._names, self._hardware = name_table(names), hardware
+        self._names, self._hardware, self._replicate = name_table(names), hardware, replicate
         self._binding: Binding | None = None
         self._broken: str | None = None
-        reading = read_optimizers(self.optimizers, self._adapters, self._names)
+        reading = read_optimizers(self.optimizers, self._adapters, self._names, replicate=replicate)
         check_backend(backend, {spec.device for spec in reading.specs} if check_compiler else ())
         self._make_plan(reading)  # what it refuses is refused here, before anything changes
         if not any(p.device.type == "meta" for p in reading.params):
@@ -231,7 +234,7 @@ class CompiledStep:
     def _bind(self) -> Binding:
         """Read the optimizers, plan, and take their state over. An unchanged plan keeps its compiled graphs."""
         seen = {} if self._binding is None else self._binding.reading.seen_grad_dtypes
-        reading = read_optimizers(self.optimizers, self._adapters, self._names, seen)
+        reading = read_optimizers(self.optimizers, self._adapters, self._names, seen, self._replicate)
         if any(p.device.type == "meta" for p in reading.params):
             raise RuntimeError(
                 "The plan needs real parameters, and some are still on the meta device; "
@@ -300,7 +303,7 @@ def compile_step(
     ns: str = "auto",
     install: bool = True,
     names: Names = None,
-    groups: Mapping[str, str] | None = None,
+    groups: Mapping[str, str | ProcessGroup] | None = None,
     config: CompileConfig | None = None,
     hardware: Hardware | None = None,
 ) -> CompiledStep:
@@ -317,7 +320,8 @@ def compile_step(
         install: Replace ``optimizer.step``. If False, call the returned step instead.
         names: Parameter names, as pairs (``model.named_parameters()``) or a mapping from tensor to name. Not needed
             where the optimizer was given named parameters.
-        groups: Process groups by mesh axis; on one rank there are none.
+        groups: ``{"replicate": group}``, a process group or its name, where plain parameters are copies on several
+            ranks (DDP): these share the Newton-Schulz work. Sharded parameters bring their groups along.
         config: What is about compiling.
         hardware: Figures that decide forms and kernels. None: a CPU is measured once (two seconds) and its figures
             are kept in the cache directory; ``MUON_COMPILE_HARDWARE``, a preset's name or the path of a file, goes
@@ -341,8 +345,7 @@ def compile_step(
         raise TypeError(
             f"compile_step: hardware: expected a Hardware, got {hardware!r}; Hardware.preset(name) makes one by name."
         )
-    if groups:
-        raise ValueError(f"compile_step: groups: expected none on one rank, got {dict(groups)}.")
+    replicate = _replicate_group(groups or {})
     step = CompiledStep(
         (optimizer, *more),
         backend=backend,
@@ -351,8 +354,34 @@ def compile_step(
         names=names,
         config=config or CompileConfig(),
         hardware=hardware,
+        replicate=replicate,
     )
     step._tell_owners(step)
     if install:
         step.install()
     return step
+
+
+def _replicate_group(groups: Mapping[str, str | ProcessGroup]) -> ProcessGroup | None:
+    """The process group of plain parameters' copies.
+
+    Raises:
+        ValueError: Another axis than ``"replicate"``, or no such group.
+    """
+    if not groups:
+        return None
+    if set(groups) != {REPLICATE}:
+        raise ValueError(
+            f"compile_step: groups: expected {{{REPLICATE!r}: group}} or none (sharded parameters know theirs), got "
+            f"{dict(groups)}."
+        )
+    given = groups[REPLICATE]
+    if isinstance(given, ProcessGroup):
+        return given
+    try:
+        group: ProcessGroup = distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined,arg-type]
+        return group
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"compile_step: groups: expected a process group or the name of one, got {given!r}: {error}"
+        ) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from muon_compile.adapters import Adapter, find_adapter
@@ -89,6 +90,7 @@ def read_optimizers(
     adapters: Sequence[Adapter],
     names: dict[int, str],
     seen_grad_dtypes: Mapping[int, str] | None = None,
+    replicate: ProcessGroup | None = None,
 ) -> Reading:
     """Read and check everything that decides the plan.
 
@@ -97,6 +99,7 @@ def read_optimizers(
         adapters: One per optimizer.
         names: Parameter names by identity, for groups without their own.
         seen_grad_dtypes: Those of an earlier reading, for parameters that have no gradient now.
+        replicate: The ranks that hold copies of plain parameters.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Something that the step cannot take; the message names the
@@ -108,7 +111,7 @@ def read_optimizers(
     keys: list[tuple[object, ...]] = []
     sizes: list[int] = []
     seen: dict[int, str] = {}
-    meshes = Meshes()
+    meshes = Meshes(replicate)
     group_index = 0
     seen_dtypes = _seen_grad_dtypes(optimizers, seen_grad_dtypes or {})
     alike: dict[torch.dtype, set[str]] = {}

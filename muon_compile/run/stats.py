@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -20,6 +20,8 @@ class StepStats:
         steps: Steps that ran a graph.
         collectives: Collectives per step.
         bytes: Payload per rank and step, in bytes.
+        collectives_by_kind: The same, by the functional operator's name.
+        bytes_by_kind: Likewise.
         fx_nodes: Nodes of the last traced graph.
         temp_bytes: Most memory that a step's temporaries take at once, as planned; ``max_temp_bytes`` bounds it.
         scratch_bytes: Memory that the CPU kernels hold beside that for their threads, in the whole process, after the
@@ -35,6 +37,8 @@ class StepStats:
     steps: int = 0
     collectives: int = 0
     bytes: int = 0
+    collectives_by_kind: dict[str, int] = field(default_factory=dict)
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
     fx_nodes: int = 0
     temp_bytes: int = 0
     scratch_bytes: int = 0

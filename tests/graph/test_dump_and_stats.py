@@ -123,6 +123,8 @@ def test_stats_count_what_happened() -> None:
         "steps": 1,
         "collectives": 0,
         "bytes": 0,
+        "collectives_by_kind": {},
+        "bytes_by_kind": {},
     }
     give(params, seed=2, missing={0})
     step()
