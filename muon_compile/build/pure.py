@@ -10,6 +10,8 @@ from torch import Tensor
 
 from muon_compile.build.step import BucketState, run_step
 from muon_compile.config import AdamWConfig
+from muon_compile.plan.exchange import Place
+from muon_compile.plan.localize import localize
 from muon_compile.plan.plan import Bucket, Plan, Stretch
 from muon_compile.spec import Algorithm
 
@@ -128,8 +130,8 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
 
     Args:
         plan: The plan.
-        rank: Rank whose part is built; 0 where there is one rank.
-        groups: Process group name by mesh axis; none where there is one rank.
+        rank: Rank within the plan's mesh whose part is built; it takes and returns that rank's shards.
+        groups: Name of this rank's process group, by mesh axis that matrices are exchanged over.
 
     Returns:
         ``update(params, state, grads, hyper) -> (params, state)``. ``params`` and ``grads`` are sequences in the order
@@ -143,14 +145,14 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
     """
     if not 0 <= rank < plan.mesh.num_ranks:
         raise ValueError(f"build_step: rank: expected 0 <= rank < {plan.mesh.num_ranks}, got {rank}.")
-    if groups:
-        raise ValueError(f"build_step: groups: the plan's mesh has no axis to communicate over, got {dict(groups)}.")
+    places = _places(plan, rank, groups or {})
+    plan = localize(plan, lambda layout: plan.mesh.coordinates(rank)[layout.axis or ""])
 
     def update(params: Any, state: Mapping[str, BucketState], grads: Any, hyper: Any) -> tuple[Any, State]:
         listed = _as_list(plan, params, "params")
         gradients = _as_list(plan, grads, "grads", optional=True)
         presence = None
-        if any(g is None for g in gradients):
+        if places or any(g is None for g in gradients):
             presence = [
                 torch.tensor([gradients[i] is not None for i in b.params], device=listed[b.params[0]].device)
                 for b in plan.buckets
@@ -161,13 +163,38 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
             ]
         _check_state(plan, state)
         boundary = _PureBoundary(listed, state, gradients)
-        run_step(plan, boundary, _as_hyper(plan, hyper, listed[0].device), presence)
+        run_step(plan, boundary, _as_hyper(plan, hyper, listed[0].device), presence, places)
         if isinstance(params, Mapping):
             names = [spec.name for spec in plan.specs]
             return dict(zip(names, boundary.new_params(), strict=True)), boundary.new_state()
         return boundary.new_params(), boundary.new_state()
 
     return update
+
+
+def _places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place]:
+    """Where a rank stands, for every part with an exchange.
+
+    Raises:
+        ValueError: A group is missing, or one is given for an axis that nothing is exchanged over.
+    """
+    exchanges = {i: part.exchange for i, part in enumerate(plan.parts) if part.exchange is not None}
+    axes = {a for e in exchanges.values() for a in (e.shard_axis, e.replica_axis) if a is not None}
+    if axes != set(groups):
+        raise ValueError(
+            f"build_step: groups: expected the name of a process group for every axis of {sorted(axes)} (those that "
+            f"the plan exchanges matrices over), got {dict(groups)}."
+        )
+    at = plan.mesh.coordinates(rank)
+    return {
+        index: Place(
+            shard_rank=at[e.shard_axis] if e.shard_axis else 0,
+            shard_group=groups[e.shard_axis] if e.shard_axis else "",
+            replica_rank=at[e.replica_axis] if e.replica_axis else 0,
+            replica_group=groups[e.replica_axis] if e.replica_axis else "",
+        )
+        for index, e in exchanges.items()
+    }
 
 
 def _as_list(plan: Plan, given: Any, what: str, *, optional: bool = False) -> list[Any]:
@@ -180,9 +207,10 @@ def _as_list(plan: Plan, given: Any, what: str, *, optional: bool = False) -> li
         listed = list(given)
     if len(listed) != len(plan.specs):
         raise ValueError(f"{what}: expected {len(plan.specs)} tensors (one per plan.specs), got {len(listed)}.")
-    for spec, tensor in zip(plan.specs, listed, strict=True):
-        if tensor is not None and tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"{what}: {spec.name!r}: expected shape {spec.shape}, got {tuple(tensor.shape)}.")
+    shapes = {index: bucket.shape for bucket in plan.buckets for index in bucket.params}
+    for index, (spec, tensor) in enumerate(zip(plan.specs, listed, strict=True)):
+        if tensor is not None and tuple(tensor.shape) != shapes[index]:
+            raise ValueError(f"{what}: {spec.name!r}: expected shape {shapes[index]}, got {tuple(tensor.shape)}.")
     return listed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
 from muon_compile.build.strategies import run_exchange
 from muon_compile.config import MuonConfig
-from muon_compile.plan.exchange import Exchange, Place
+from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Plan, Stretch
 
 
@@ -42,13 +42,14 @@ def agree_on_presence(
     return [mask & agreed for mask in masks], agreed
 
 
-def exchange_part(part: Stretch, update: Tensor, place: Place) -> tuple[Tensor, float]:
+def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> tuple[Tensor, float]:
     """Orthogonalize a part over the ranks that share it.
 
     Args:
         part: The part, its bucket with this rank's shapes.
         update: Directions ``[units, rows, cols]``, as far as this rank has them.
         place: Where this rank stands.
+        exact: Take ``torch.optim.Muon``'s own operators and roundings.
 
     Returns:
         The update ``[B, *shape]``, this rank's shard, and the factor that scales it.
@@ -62,9 +63,12 @@ def exchange_part(part: Stretch, update: Tensor, place: Place) -> tuple[Tensor, 
     scales = [shape_scale(config, block, cols) for block in blocks]
     common = scales[0] if len(set(scales)) == 1 else 1.0
 
+    def solve(y: Tensor) -> Tensor:
+        return orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
+
     def whole(y: Tensor) -> Tensor:
         units = y.mT if exchange.transposed else y
-        result = _orthogonalize_blocks(units, blocks, [scale / common for scale in scales], config, exchange)
+        result = _solve_blocks(units, blocks, [scale / common for scale in scales], solve)
         return result.mT if exchange.transposed else result
 
     def gram(r: Tensor) -> Tensor:
@@ -75,19 +79,17 @@ def exchange_part(part: Stretch, update: Tensor, place: Place) -> tuple[Tensor, 
     return result.reshape(part.bucket.size, *part.bucket.shape), common
 
 
-def _orthogonalize_blocks(
-    units: Tensor, blocks: Sequence[int], scales: Sequence[float], config: MuonConfig, exchange: Exchange
+def _solve_blocks(
+    units: Tensor, blocks: Sequence[int], scales: Sequence[float], solve: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    def run(x: Tensor) -> Tensor:
-        return orthogonalize(x, config, form=exchange.form, kernel=exchange.kernel)
-
+    """Orthogonalize the row blocks of units ``[k, rows, cols]``, each a matrix of its own with its own scale."""
     if len(blocks) == 1:
-        return run(units)
+        return solve(units)
     count, rows, cols = units.shape
     if len(set(blocks)) == 1:
-        return run(units.reshape(count * len(blocks), rows // len(blocks), cols)).reshape(count, rows, cols)
+        return solve(units.reshape(count * len(blocks), rows // len(blocks), cols)).reshape(count, rows, cols)
     parts = []
     for block, scale in zip(units.split(list(blocks), dim=1), scales, strict=True):
-        result = run(block)
+        result = solve(block)
         parts.append(result if scale == 1.0 else (result.float() * scale).to(result.dtype))
     return torch.cat(parts, dim=1)

@@ -103,7 +103,11 @@ def _run_wave(
         else:
             updates[index] = _adamw(part, boundary, hyper, masks[index])
     orthogonal = _orthogonalize_wave(plan, wave, views, boundary.in_place)
-    exchanged = {i: exchange_part(p, views[i], places[i]) for i, p in parts.items() if p.part.exchange is not None}
+    exchanged = {
+        i: exchange_part(part, views[i], places[i], exact=plan.exact)
+        for i, part in parts.items()
+        if part.part.exchange is not None
+    }
     for index, part in parts.items():
         bucket, mask = part.bucket, masks[index]
         decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")

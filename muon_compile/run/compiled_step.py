@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.optim import Optimizer
@@ -204,9 +205,9 @@ class CompiledStep:
         chooses = not self.config.exact and any(
             spec.algorithm == "muon" and spec.device.split(":")[0] == "cpu" for spec in reading.specs
         )
-        if hardware is None and chooses:
-            hardware = local_hardware()
         groups = reading.meshes.groups()
+        if hardware is None and chooses and all(dist.get_rank(group) == 0 for group in groups):
+            hardware = local_hardware()  # others take the first rank's: figures that decide a plan are the same for all
         if groups:
             hardware = from_first_rank(hardware, groups)
         plan = make_plan(
