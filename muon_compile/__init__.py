@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from muon_compile.run.compiled_step import CompiledStep, compile_step
     from muon_compile.run.stats import StepStats
     from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
+    from muon_compile.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOMES = {
     "register_adapter": "adapters",
     "register_symmetric_kernel": "build.symmetric",
     "route": "route",
+    "verify": "verification.verify",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "register_adapter",
     "register_symmetric_kernel",
     "route",
+    "verify",
 ]
 
 

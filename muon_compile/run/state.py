@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.build.pure import init_state
-from muon_compile.layout import like_param, local_part
+from muon_compile.layout import like_param, local_part, local_tensor
 from muon_compile.plan.plan import Plan
 from muon_compile.run.reading import Reading
 
@@ -26,7 +26,7 @@ class StateStore:
 
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading, self.optimizers = plan, reading, list(optimizers)
-        self.stacked = init_state(plan, reading.params)
+        self.stacked = init_state(plan, [local_tensor(p) for p in reading.params])
         # What optimizers are given, DTensors where the parameters are; and this rank's memory of the same.
         self.views: list[dict[str, Tensor]] = [{} for _ in reading.params]
         self._local: list[dict[str, Tensor]] = [{} for _ in reading.params]
