@@ -125,7 +125,7 @@ def _draft(
     facts = {"rows": rows, "cols": cols, "sizes": layout.sizes}
     asks = {"blocks_cut": len(blocks) > 1, "relative_eps": config.eps == "relative"}
     if strategy == "auto":
-        name = choose_strategy(num_units=units, comm_dtype=dtype, **facts, **asks).name  # type: ignore[arg-type]
+        name = choose_strategy(num_units=units, comm_dtype=dtype, native=kernel == "native", **facts, **asks).name  # type: ignore[arg-type]
     else:
         name = _named(strategy, bucket, facts | asks, name_of)
     gram = name in ("gram_all_reduce", "gram_scatter")
