@@ -284,10 +284,10 @@ def choose_strategy(
     """Choose a strategy by bytes sent and by work done twice; latency and bandwidth are not asked.
 
     1. One rank: ``local``.
-    2. Gram strategies, unless whole units would run on the CPU kernel (``native``): theirs are float32 products of the
-       graph, which took three times its time for 6 x [3072, 768] on 4 ranks. Where they are feasible, the unit is at least ``GRAM_ASPECT`` times as long as wide (then the
+    2. Gram strategies where they are feasible, the unit is at least ``GRAM_ASPECT`` times as long as wide (then the
        Gram form has fewer FLOPs, and the large products are shared by rows), and they send less than gather_scatter,
-       the cheapest strategy that gathers: ``gram_scatter``, or ``gram_all_reduce`` for a single unit.
+       the cheapest strategy that gathers: ``gram_scatter``, or ``gram_all_reduce`` for a single unit. Not where whole
+       units would run on the CPU kernel (``native``): a Gram's float32 products took three times as long there.
     3. A single unit: ``all_gather``.
     4. ``all_to_all``, which sends the least, below ``MANY_RANKS`` ranks; from there on ``gather_scatter``.
     """
