@@ -39,7 +39,10 @@ def like_param(local: Tensor, param: Tensor) -> Tensor:
         return local
     mesh, placements = param.device_mesh, param.placements
     shape, stride = param.shape, param.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # A wrapper made around a view would keep its storage offset, and could be neither copied nor saved.
+    made = DTensor.from_local(torch.empty_like(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+    made._local_tensor = local
+    return made
 
 
 def local_part(value: Tensor, param: Tensor, view: Tensor) -> Tensor:

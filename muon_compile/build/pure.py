@@ -178,8 +178,12 @@ def _places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place
     Raises:
         ValueError: A group is missing, or one is given for an axis that nothing is exchanged over.
     """
-    exchanges = {i: part.exchange for i, part in enumerate(plan.parts) if part.exchange is not None}
-    axes = {a for e in exchanges.values() for a in (e.shard_axis, e.replica_axis) if a is not None}
+    stands: dict[int, tuple[str | None, str | None]] = {}
+    for index, part in enumerate(plan.parts):
+        layout = plan.buckets[part.bucket].layout
+        if part.exchange is not None and layout is not None:
+            stands[index] = (part.exchange.shard_axis, layout.replica_axis)
+    axes = {axis for pair in stands.values() for axis in pair if axis is not None}
     if axes != set(groups):
         raise ValueError(
             f"build_step: groups: expected the name of a process group for every axis of {sorted(axes)} (those that "
@@ -188,12 +192,12 @@ def _places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place
     at = plan.mesh.coordinates(rank)
     return {
         index: Place(
-            shard_rank=at[e.shard_axis] if e.shard_axis else 0,
-            shard_group=groups[e.shard_axis] if e.shard_axis else "",
-            replica_rank=at[e.replica_axis] if e.replica_axis else 0,
-            replica_group=groups[e.replica_axis] if e.replica_axis else "",
+            shard_rank=at[shard] if shard else 0,
+            shard_group=groups[shard] if shard else "",
+            replica_rank=at[replica] if replica else 0,
+            replica_group=groups[replica] if replica else "",
         )
-        for index, e in exchanges.items()
+        for index, (shard, replica) in stands.items()
     }
 
 

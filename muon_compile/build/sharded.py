@@ -67,7 +67,7 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
         return orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
 
     def whole(y: Tensor) -> Tensor:
-        units = y.mT if exchange.transposed else y
+        units = y.mT.contiguous() if exchange.transposed else y  # the sums in the order of whole memory
         result = _solve_blocks(units, blocks, [scale / common for scale in scales], solve)
         return result.mT if exchange.transposed else result
 

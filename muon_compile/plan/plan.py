@@ -250,7 +250,8 @@ class Plan:
             layout = self.buckets[part.bucket].layout
             if part.exchange is None or layout is None:
                 continue
-            pairs = ((part.exchange.shard_axis, True), (part.exchange.replica_axis, False))
+            # Replicas that repeat the work exchange nothing, but must take the same step all the same.
+            pairs = ((part.exchange.shard_axis, True), (layout.replica_axis, False))
             axes = tuple((axis, layout.mesh.size(axis), sharded) for axis, sharded in pairs if axis is not None)
             buckets = found.setdefault((layout.mesh, axes), [])
             if part.bucket not in buckets:

@@ -83,7 +83,7 @@ class Binding:
             if exchange is None:
                 continue
             assert layout is not None
-            shard, replica = exchange.shard_axis, exchange.replica_axis
+            shard, replica = exchange.shard_axis, layout.replica_axis
             places[index] = Place(
                 shard_rank=meshes.coordinate(layout.mesh, shard) if shard else 0,
                 shard_group=meshes.group(layout.mesh, shard).group_name if shard else "",

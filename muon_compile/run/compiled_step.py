@@ -144,8 +144,8 @@ class CompiledStep:
         except Replan:
             binding = self._bind()
             grads = binding.gradients()
-        if all(grad is None for grad in grads):
-            return
+        if all(grad is None for grad in grads) and not binding.places:
+            return  # ranks that exchange matrices tell each other, even that they have nothing
         self._launch(binding, grads, hyper)
 
     def _launch(self, binding: Binding, grads: list[Tensor | None], hyper: list[dict[str, float | Tensor]]) -> None:
