@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -267,3 +267,28 @@ def inspect_params(
         )
     check_overlap(pairs)
     return specs
+
+
+def replicate_group(groups: Mapping[str, str | ProcessGroup]) -> ProcessGroup | None:
+    """The process group of plain parameters' copies.
+
+    Raises:
+        ValueError: Another axis than ``"replicate"``, or no such group.
+    """
+    if not groups:
+        return None
+    if set(groups) != {REPLICATE}:
+        raise ValueError(
+            f"compile_step: groups: expected {{{REPLICATE!r}: group}} or none (sharded parameters know theirs), got "
+            f"{dict(groups)}."
+        )
+    given = groups[REPLICATE]
+    if isinstance(given, ProcessGroup):
+        return given
+    try:
+        group: ProcessGroup = distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined,arg-type]
+        return group
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"compile_step: groups: expected a process group or the name of one, got {given!r}: {error}"
+        ) from error

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from muon_compile.build import collectives
 from muon_compile.build.coefficients import schedule
-from muon_compile.build.orthogonalize import apply_gram, gram_product, symmetric_product, wide_dtype
+from muon_compile.build.orthogonalize import apply_gram, gram_product, identity_like, iterate_gram, wide_dtype
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange, Place
 
@@ -38,23 +38,10 @@ def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph") -> Ten
         ``[k, n, n]`` of r's dtype, finite for an all-zero ``r``; ``X Q`` is the orthogonalized X.
     """
     assert isinstance(config.eps, float)
-    # No eye and no diagonal: TorchAir lowers neither.
-    index = torch.arange(r.shape[-1], device=r.device)
-    identity = (index[:, None] == index[None, :]).to(r.dtype)
-    norm = (r * identity).sum(dim=(-2, -1), keepdim=True).sqrt()
+    norm = (r * identity_like(r)).sum(dim=(-2, -1), keepdim=True).sqrt()
     norm = norm.clamp(min=config.eps) if config.eps_mode == "clamp" else norm + config.eps
     norm = norm.clamp(min=_SMALLEST_NORM)
-    r = r / norm / norm
-    triples = schedule(config)
-    q: Tensor | None = None
-    for step, (a, b, c) in enumerate(triples):
-        z = symmetric_product(r, r, kernel, add=r, beta=b, alpha=c)
-        q = z + a * identity if q is None else symmetric_product(q, z, kernel, add=q, beta=a)
-        if step < len(triples) - 1:
-            p = symmetric_product(r, z, kernel, add=r, beta=a)
-            r = symmetric_product(z, p, kernel, add=p, beta=a)
-    assert q is not None
-    return q / norm
+    return iterate_gram(r / norm / norm, schedule(config), kernel) / norm
 
 
 def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Gram) -> Tensor:

@@ -85,7 +85,8 @@ def newton_schulz(x: Tensor, config: MuonConfig, form: Form, kernel: str) -> Ten
         elif form.gram == "split" and x.dtype.itemsize < 4:
             x = apply_gram(_split_segment(x, part, kernel), x)
         else:
-            x = apply_gram(_segment(x, part, kernel, x.dtype if form.gram == "half" else wide_dtype(x)), x)
+            dtype = x.dtype if form.gram == "half" else wide_dtype(x)
+            x = apply_gram(iterate_gram(gram_product(x, dtype, kernel), part, kernel), x)
     return x
 
 
@@ -141,17 +142,18 @@ def _rounded(a: Tensor, dtype: torch.dtype) -> Tensor:
     return ((a.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)).view(torch.float32)
 
 
-def _identity(like: Tensor, factor: float) -> Tensor:
-    return factor * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+def identity_like(r: Tensor) -> Tensor:
+    """``I`` of the trailing two dims of ``[B, m, m]``. No ``eye``: TorchAir does not lower it."""
+    index = torch.arange(r.shape[-1], device=r.device)
+    return (index[:, None] == index[None, :]).to(r.dtype)
 
 
-def _segment(x: Tensor, triples: Sequence[Triple], kernel: str, dtype: torch.dtype) -> Tensor:
-    """Q of a segment, every small matrix in ``dtype``."""
-    r = gram_product(x, dtype, kernel)
-    q: Tensor | None = None
+def iterate_gram(r: Tensor, triples: Sequence[Triple], kernel: str) -> Tensor:
+    """Q of a segment that starts from the Gram matrices ``[B, m, m]``, every small matrix in their dtype."""
+    identity, q = identity_like(r), None
     for index, (a, b, c) in enumerate(triples):
         z = symmetric_product(r, r, kernel, add=r, beta=b, alpha=c)
-        q = z + _identity(z, a) if q is None else symmetric_product(q, z, kernel, add=q, beta=a)
+        q = z + a * identity if q is None else symmetric_product(q, z, kernel, add=q, beta=a)
         if index < len(triples) - 1:
             p = symmetric_product(r, z, kernel, add=r, beta=a)
             r = symmetric_product(z, p, kernel, add=p, beta=a)
@@ -180,7 +182,7 @@ def _split_segment(x: Tensor, triples: Sequence[Triple], kernel: str) -> Tensor:
     q: halves | None = None
     for index, (a, b, c) in enumerate(triples):
         z = product(r, r, r, b, c)
-        q = split(z[0] + z[1] + _identity(z[0], a)) if q is None else product(q, z, q, a)
+        q = split(z[0] + z[1] + a * identity_like(z[0])) if q is None else product(q, z, q, a)
         if index < len(triples) - 1:
             p = product(r, z, r, a)
             r = product(z, p, p, a)

@@ -132,8 +132,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int)
     ]
     library.mc_scratch_held.restype = _long
-    library.mc_newton_schulz_bytes.argtypes = [_long, _long, _long, _int, _int]
-    library.mc_newton_schulz_bytes.restype = _long
     return library
 
 
@@ -183,11 +181,6 @@ def newton_schulz(
     form = (ctypes.addressof(values), ctypes.addressof(counts), len(segments), 2 if split else 1)
     if _library().mc_newton_schulz(*shape, *form, eps, int(eps_add), torch.get_num_threads()):
         raise MemoryError(f"Newton-Schulz of {tuple(x.shape)}: out of memory for its scratch.")
-
-
-def scratch_bytes(batch: int, rows: int, cols: int, *, split: bool, threads: int) -> int:
-    """Bytes of scratch memory that ``newton_schulz`` takes, and keeps for its next call."""
-    return int(_library().mc_newton_schulz_bytes(batch, rows, cols, 2 if split else 1, threads))
 
 
 def scratch_held() -> int:

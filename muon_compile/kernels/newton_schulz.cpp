@@ -67,7 +67,7 @@ struct Problem {
   long m, n;                  // of X: m <= n, X is the transpose of a tall matrix
   long mb, nb;                // in blocks
   long panel;                 // blocks of columns of X that are worked on together
-  int steps, num_segments, halves;
+  int num_segments, halves;
   const double* coefficients;
   const int64_t* segments;
   float eps;
@@ -417,14 +417,14 @@ std::vector<Buffer> pool;
 void after_fork_in_child() { new (&pool_mutex) std::mutex; }
 const int fork_handler = pthread_atfork(nullptr, nullptr, after_fork_in_child);
 
-Problem describe(long rows, long cols, int steps, const double* coefficients, const int64_t* segments, int num_segments,
+Problem describe(long rows, long cols, const double* coefficients, const int64_t* segments, int num_segments,
                  int halves, float eps, int eps_add) {
   Problem t;
   t.rows = rows, t.cols = cols;
   t.m = std::min(rows, cols), t.n = std::max(rows, cols);
   t.mb = blocks_of(t.m), t.nb = blocks_of(t.n);
   t.panel = panel_of(t.nb);
-  t.steps = steps, t.coefficients = coefficients, t.segments = segments, t.num_segments = num_segments;
+  t.coefficients = coefficients, t.segments = segments, t.num_segments = num_segments;
   t.halves = halves, t.eps = eps, t.eps_add = eps_add != 0;
   t.fold = num_segments > 0 && segments[0] > 1;
   return t;
@@ -447,9 +447,7 @@ Layout split_work(const Problem& t, long batch, int threads) {
 int newton_schulz(const bf16* in, bf16* out, long batch, long rows, long cols, const double* coefficients,
                   const int64_t* segments, int num_segments, int halves, float eps, int eps_add, int threads) {
   if (batch == 0 || rows == 0 || cols == 0) return 0;
-  int steps = 0;
-  for (int i = 0; i < num_segments; i++) steps += (int)segments[i];
-  const Problem t = describe(rows, cols, steps, coefficients, segments, num_segments, halves, eps, eps_add);
+  const Problem t = describe(rows, cols, coefficients, segments, num_segments, halves, eps, eps_add);
   const Layout layout = split_work(t, batch, threads);
   std::lock_guard<std::mutex> lock(pool_mutex);
   if ((int)pool.size() < threads) pool.resize(threads);
@@ -510,21 +508,6 @@ long mc_scratch_held() {
   std::lock_guard<std::mutex> lock(pool_mutex);
   long total = 0;
   for (const Buffer& buffer : pool) total += (long)buffer.size;
-  return total;
-}
-
-// Bytes of scratch memory that a call takes and keeps.
-long mc_newton_schulz_bytes(long batch, long rows, long cols, int halves, int threads) {
-  const int64_t one = 1;
-  const Problem t = describe(rows, cols, 1, nullptr, &one, 1, halves, 0, 0);
-  const Layout layout = split_work(t, batch, threads);
-  const int largest = layout.groups ? (threads + layout.groups - 1) / layout.groups : 0;
-  long total = 0;
-  for (long i = 0; i < threads; i++) {
-    size_t bytes = i < std::min<long>(threads, layout.solo) ? work_bytes(t, 1) : 0;
-    if (i < layout.groups) bytes = std::max(bytes, work_bytes(t, largest));
-    total += (long)((bytes + PAGE - 1) / PAGE * PAGE);
-  }
   return total;
 }
 

@@ -9,6 +9,7 @@ fuse; there a bucket of one needs neither.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +70,6 @@ def _apply_device(params: list[Tensor], update: Tensor, decay: Tensor, step_size
     torch._foreach_add_(params, list(update.unbind(0)))
 
 
-def _apply_fake(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
-    return None
-
-
 def _momentum(
     grads: list[Tensor],
     momentum: Tensor,
@@ -87,41 +84,32 @@ def _momentum(
     return out
 
 
-def _momentum_fake(
-    grads: list[Tensor],
-    momentum: Tensor,
-    mu: Tensor,
-    present: Tensor | None,
-    ema: bool,
-    nesterov: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty(momentum.shape, dtype=dtype, device=momentum.device)
+def _momentum_fake(grads: list[Tensor], momentum: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(momentum.shape, dtype=rest[-1], device=momentum.device)
 
 
 def _update(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
     cpu.update(params, update.contiguous(), decay, step_size)
 
 
-def _update_fake(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
-    return None
-
-
 def _next_wave(tensors: list[Tensor]) -> None:
     """Nothing: what comes before it is done before what comes after it begins."""
 
 
-_LIB.impl("next_wave_", _next_wave, "CompositeExplicitAutograd")
-torch.library.register_fake("muon_compile::next_wave_", _next_wave, lib=_LIB)
-_LIB.impl("momentum_", _momentum, "CPU")
-_LIB.impl("update_", _update, "CPU")
-torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
-torch.library.register_fake("muon_compile::update_", _update_fake, lib=_LIB)
+def _nothing(*_: object) -> None:
+    """What an operator that only writes in place returns."""
+
+
 _LIB.impl("pack", _pack, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_device, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_cpu, "CPU")
+_LIB.impl("momentum_", _momentum, "CPU")
+_LIB.impl("update_", _update, "CPU")
+_LIB.impl("next_wave_", _next_wave, "CompositeExplicitAutograd")
 torch.library.register_fake("muon_compile::pack", _pack_fake, lib=_LIB)
-torch.library.register_fake("muon_compile::apply_", _apply_fake, lib=_LIB)
+torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
+for _name in ("apply_", "update_", "next_wave_"):
+    torch.library.register_fake(f"muon_compile::{_name}", _nothing, lib=_LIB)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Strategy = Literal[
     "local", "all_gather", "all_to_all", "gather_broadcast", "gather_scatter", "gram_all_reduce", "gram_scatter"
 ]
-STRATEGY_NAMES: tuple[str, ...] = (
-    "local",
-    "all_gather",
-    "all_to_all",
-    "gather_broadcast",
-    "gather_scatter",
-    "gram_all_reduce",
-    "gram_scatter",
-)
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+STRATEGY_NAMES: tuple[str, ...] = STRATEGIES
 # Each matrix is orthogonalized by one rank of the shard axis.
 OWNED = ("all_to_all", "gather_broadcast", "gather_scatter", "gram_scatter")
 

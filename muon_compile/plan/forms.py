@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 GramPrecision = Literal["none", "float32", "split", "half"]
 Kernel = Literal["graph", "symmetric", "native"]
@@ -25,6 +25,7 @@ FORM_NAMES = (
     "gram_half_restart",
 )
 _RESTART_AFTER = 2
+_PRECISIONS: dict[str, GramPrecision] = {"gram": "float32", "gram_split": "split", "gram_half": "half"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def parse_form(name: str, steps: int) -> Form:
         )
     if base == "standard":
         return Form("none", (1,) * steps)
-    gram: GramPrecision = {"gram": "float32", "gram_split": "split", "gram_half": "half"}[base]  # type: ignore[assignment]
+    gram = _PRECISIONS[base]
     if match[3]:
         segments = tuple(int(s) for s in match[3].split(","))
         if sum(segments) != steps or 0 in segments:
@@ -110,6 +111,3 @@ def parse_form(name: str, steps: int) -> Form:
     if match[2] and steps > _RESTART_AFTER:
         return Form(gram, (_RESTART_AFTER, steps - _RESTART_AFTER))
     return Form(gram, (steps,))
-
-
-GRAM_PRECISIONS: tuple[str, ...] = get_args(GramPrecision)

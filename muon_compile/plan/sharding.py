@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
-from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange, Place, Strategy
+from muon_compile.plan.exchange import OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, Strategy
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
@@ -89,68 +89,69 @@ def _draft(
     units = bucket.size * (1 if is_flat(bucket) else math.prod(bucket.shape[:-2]))
     blocks = all_blocks(bucket)
     form, kernel = _form_of(bucket, choices)
-    dtype = comm_dtype or config.ns_dtype
-    common = {
-        "comm_dtype": dtype,
-        "blocks": blocks if len(blocks) > 1 else (),
-        "replica_counts": (),
-        "owner_counts": (),
-    }
+    own = Exchange(
+        strategy="local",
+        num_units=units,
+        rows=rows,
+        cols=cols,
+        transposed=False,
+        shard_axis=None,
+        sizes=(rows,),
+        replica_axis=layout.replica_axis,
+        replica_counts=(),
+        owner_counts=(),
+        comm_dtype=comm_dtype or config.ns_dtype,
+        form=form,
+        kernel=kernel,
+        blocks=blocks if len(blocks) > 1 else (),
+    )
     if not needs_exchange(bucket):
         stacks = layout.dim is not None and cut_between_stacks(bucket, layout)
         alike = layout.dim is None or (stacks and len(set(layout.sizes)) == 1)
-        if not divide or layout.replica_axis is None or not alike or units == 0:
+        if not divide or layout.replica_axis is None or not alike:
             return None
-        return Exchange(
-            strategy="local",
-            num_units=units // len(layout.sizes) if stacks else units,
-            rows=rows,
-            cols=cols,
-            transposed=False,
-            shard_axis=None,
-            sizes=(rows,),
-            replica_axis=layout.replica_axis,
-            form=form,
-            kernel=kernel,
-            **common,  # type: ignore[arg-type]
-        )
-    transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
+        return replace(own, num_units=units // len(layout.sizes)) if stacks else own
     if is_flat(bucket) and layout.dim != 0:
         raise NotImplementedError(
             f"Parameter {name_of(bucket)!r}: expected a parameter that is read as one flat matrix to be sharded along "
             f"dim 0, got dim {layout.dim} of {bucket.shape}."
         )
-    if transposed:
-        rows, cols = cols, rows
-    facts = {"rows": rows, "cols": cols, "sizes": layout.sizes}
-    asks = {"blocks_cut": len(blocks) > 1, "relative_eps": config.eps == "relative"}
-    if strategy == "auto":
-        name = choose_strategy(num_units=units, comm_dtype=dtype, native=kernel == "native", **facts, **asks).name  # type: ignore[arg-type]
-    else:
-        name = _named(strategy, bucket, facts | asks, name_of)
+    transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
+    cut = replace(own, transposed=transposed, shard_axis=layout.axis, sizes=layout.sizes)
+    cut = replace(cut, rows=cols, cols=rows) if transposed else cut
+    name = _strategy_of(cut, config, strategy, name_of(bucket))
     gram = name in ("gram_all_reduce", "gram_scatter")
-    return Exchange(
-        strategy=name,
-        num_units=units,
-        transposed=transposed,
-        shard_axis=layout.axis,
-        replica_axis=layout.replica_axis,
-        form=_GRAM_FORM if gram else form,
-        kernel="graph" if gram else kernel,
-        **facts,  # type: ignore[arg-type]
-        **common,  # type: ignore[arg-type]
-    )
+    return replace(cut, strategy=name, form=_GRAM_FORM, kernel="graph") if gram else replace(cut, strategy=name)
 
 
-def _named(strategy: str, bucket: Bucket, facts: dict[str, object], name_of: Callable[[Bucket], str]) -> Strategy:
-    (name,) = [name for name in STRATEGY_NAMES if name == strategy]
-    reason = feasible(name, **facts)  # type: ignore[arg-type]
-    if reason is not None:
-        raise ValueError(
-            f"Parameter {name_of(bucket)!r}: strategy {strategy!r} cannot be used: {reason}. Expected another of "
-            f"{STRATEGY_NAMES}, or 'auto'."
-        )
-    return name  # type: ignore[return-value]
+def _strategy_of(cut: Exchange, config: MuonConfig, strategy: str, param: str) -> Strategy:
+    """The strategy for units that are cut over ranks: chosen, or the one that was asked for.
+
+    Raises:
+        ValueError: That one cannot make them whole; names a parameter and says why.
+    """
+    rows, cols, sizes = cut.rows, cut.cols, cut.sizes
+    blocks_cut, relative_eps = bool(cut.blocks), config.eps == "relative"
+    for name in STRATEGIES:
+        if name != strategy:
+            continue
+        reason = feasible(name, rows=rows, cols=cols, sizes=sizes, blocks_cut=blocks_cut, relative_eps=relative_eps)
+        if reason is not None:
+            raise ValueError(
+                f"Parameter {param!r}: strategy {strategy!r} cannot be used: {reason}. Expected another of "
+                f"{STRATEGY_NAMES}, or 'auto'."
+            )
+        return name
+    return choose_strategy(
+        rows=rows,
+        cols=cols,
+        sizes=sizes,
+        num_units=cut.num_units,
+        comm_dtype=cut.comm_dtype,
+        blocks_cut=blocks_cut,
+        relative_eps=relative_eps,
+        native=cut.kernel == "native",
+    ).name
 
 
 def _form_of(bucket: Bucket, choices: Sequence[FormChoice]) -> tuple[str, str]:

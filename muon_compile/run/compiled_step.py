@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
-from muon_compile.layout import REPLICATE
+from muon_compile.layout import replicate_group
 from muon_compile.lower.backends import check_backend
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
@@ -346,7 +346,7 @@ def compile_step(
         raise TypeError(
             f"compile_step: hardware: expected a Hardware, got {hardware!r}; Hardware.preset(name) makes one by name."
         )
-    replicate = _replicate_group(groups or {})
+    replicate = replicate_group(groups or {})
     step = CompiledStep(
         (optimizer, *more),
         backend=backend,
@@ -361,28 +361,3 @@ def compile_step(
     if install:
         step.install()
     return step
-
-
-def _replicate_group(groups: Mapping[str, str | ProcessGroup]) -> ProcessGroup | None:
-    """The process group of plain parameters' copies.
-
-    Raises:
-        ValueError: Another axis than ``"replicate"``, or no such group.
-    """
-    if not groups:
-        return None
-    if set(groups) != {REPLICATE}:
-        raise ValueError(
-            f"compile_step: groups: expected {{{REPLICATE!r}: group}} or none (sharded parameters know theirs), got "
-            f"{dict(groups)}."
-        )
-    given = groups[REPLICATE]
-    if isinstance(given, ProcessGroup):
-        return given
-    try:
-        group: ProcessGroup = distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined,arg-type]
-        return group
-    except (RuntimeError, LookupError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"compile_step: groups: expected a process group or the name of one, got {given!r}: {error}"
-        ) from error

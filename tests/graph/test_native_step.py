@@ -181,3 +181,18 @@ def test_a_plan_for_kernels_that_are_not_there_is_refused_in_words(monkeypatch: 
         optimizer.step()
     assert torch.equal(params[0], before)
     assert step.stats.steps == 0
+
+
+@pytest.mark.parametrize("hardware", [GRAPH, NATIVE], ids=["graph", "native"])
+@pytest.mark.parametrize("ns", ["standard", "gram"])
+def test_autocast_around_the_step_changes_nothing(hardware: mc.Hardware, ns: str) -> None:
+    results = []
+    for enabled in (False, True):
+        params = parameters([(8, 200), (16, 16)])
+        optimizer = torch.optim.Muon(params)
+        mc.compile_step(optimizer, backend="aot_eager", hardware=hardware, ns=ns)
+        give(params, 0)
+        with torch.autocast("cpu", enabled=enabled):
+            optimizer.step()
+        results.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
