@@ -126,9 +126,10 @@ class MatrixSpec:
         group: Index of the hyperparameter group it belongs to.
         config: The group's mathematics; ``None`` takes what ``make_plan`` is given.
         layout: How it lies on a mesh; None: this rank alone has it.
+        strategy: How its matrices are made whole where they lie on several ranks; None: as all others.
 
     Raises:
-        ValueError: The shape, dtype or config do not fit the algorithm; the message names the parameter.
+        ValueError: The shape, dtype, strategy or config do not fit the algorithm; the message names the parameter.
     """
 
     name: str
@@ -140,6 +141,7 @@ class MatrixSpec:
     group: int = 0
     config: MuonConfig | AdamWConfig | None = None
     layout: ShardLayout | None = None
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(d) for d in self.shape))
@@ -163,6 +165,11 @@ class MatrixSpec:
             raise ValueError(
                 f"Parameter {self.name!r}: Muon takes matrices (2-D) or stacks of them, got shape {self.shape}. "
                 "Give it to AdamW, as muon_compile.route(model) does."
+            )
+        if self.algorithm != "muon" and self.strategy is not None:
+            raise ValueError(
+                f"Parameter {self.name!r}: strategy: only Muon exchanges matrices, so it is expected in Muon groups "
+                f"alone, got {self.strategy!r} for {self.algorithm!r}."
             )
         expected = MuonConfig if self.algorithm == "muon" else AdamWConfig
         if self.config is not None and not isinstance(self.config, expected):

@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hsdp-strategy", default="gather_scatter", metavar="STRATEGY")
     parser.add_argument("--gram", action="store_true")
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the products")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the products")
     parser.add_argument("--steps", type=int, default=2, help="per repetition (default: 2)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each side, alternating (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write all figures there")

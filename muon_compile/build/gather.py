@@ -26,12 +26,14 @@ def all_gather(x: Tensor, exchange: Exchange, place: Place, whole: Whole) -> Ten
 
 
 def gather_broadcast(x: Tensor, exchange: Exchange, place: Place, whole: Whole) -> Tensor:
-    """Each owner orthogonalizes its units and broadcasts them whole; every rank cuts its rows."""
+    """Each owner orthogonalizes its units and sends them whole to everyone; every rank cuts its rows."""
     units = gather_units(x, exchange, place)
     owned = exchange.owned(0)
     first, last = run_of(owned, place.shard_rank)
     own = whole(units[first:last])
     start, stop = run_of(exchange.sizes, place.shard_rank)
+    if exchange.gathers_results:
+        return collectives.gather_runs(own, owned, place.shard_group)[:, start:stop]
     results = []
     for owner, count in enumerate(owned):
         if count:

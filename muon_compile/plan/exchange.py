@@ -42,6 +42,8 @@ class Exchange:
         form: Iteration form (``plan.forms``).
         kernel: What runs it (``plan.Batch``).
         blocks: Rows of every matrix of a unit as it lies in memory (heads, blocks of a fused weight); empty: it is one.
+        gathers_results: The owners' results of gather_broadcast travel in one gather, padded to the most that a rank
+            owns, instead of one broadcast per owner.
     """
 
     strategy: Strategy
@@ -58,6 +60,7 @@ class Exchange:
     form: str
     kernel: str
     blocks: tuple[int, ...] = ()
+    gathers_results: bool = False
 
     def replica_run(self, replica: int) -> tuple[int, int]:
         """First unit of a replica and the one after its last."""

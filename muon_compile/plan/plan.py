@@ -15,7 +15,7 @@ from muon_compile.plan.exchange import Exchange
 from muon_compile.plan.forms import parse_form
 from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec, ShardLayout
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class Bucket:
         view: How one parameter reads as matrices (Muon), else None.
         layout: How each of them lies on a mesh; None: this rank alone has them. In a rank's own plan (``localize``)
             shape and view are the shard's.
+        strategy: How matrices that lie on several ranks are made whole; None: the plan's.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Bucket:
     config: MuonConfig | AdamWConfig
     view: MatrixView | None
     layout: ShardLayout | None = None
+    strategy: str | None = None
 
     @property
     def size(self) -> int:
@@ -214,7 +216,7 @@ class Plan:
         waves: Order of execution.
         collectives: What the graph will issue, in order; empty on one rank.
         mesh: The mesh it was made for.
-        strategy: The strategy of every bucket; ``local`` on one rank.
+        strategy: The strategy of every bucket that names none of its own.
         exact: Stock operator order and roundings.
         native: The passes over gradients, momentum and parameters on the CPU are this library's kernels.
         version: Format of the plan.

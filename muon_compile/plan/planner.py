@@ -44,7 +44,7 @@ def make_plan(
         adamw: Mathematics of AdamW parameters whose spec has no config.
         mesh: Mesh that specs without a layout lie on, as fully_shard cuts them; None: each rank has its own.
         strategy: How matrices that lie on several ranks are made whole (``plan.exchange``): ``"auto"``, by bytes and
-            work, or one name for all of them. Without effect on matrices that lie on one rank.
+            work, or one name for all whose spec names none. Without effect on matrices that lie on one rank.
         ns: Iteration form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name
             (``plan.forms``), such as ``"standard"`` or ``"gram_split:2,3"``.
         exact: Stock operator order and roundings, in the standard form.
@@ -85,7 +85,7 @@ def make_plan(
     local = tuple(local_bucket(bucket, lambda _: 0) for bucket in buckets)  # the first rank has the most
 
     def gather_bytes(index: int, share: Bucket) -> int:
-        return exchanged_bytes(replace(buckets[index], params=share.params), strategy, comm_dtype)
+        return exchanged_bytes(replace(buckets[index], params=share.params), share.strategy or strategy, comm_dtype)
 
     def temp_bytes(index: int, share: Bucket) -> int:
         # What the CPU kernels' passes take; other dtypes go through the graph.
@@ -158,6 +158,11 @@ def _check(specs: Sequence[MatrixSpec], strategy: str) -> None:
         if spec.name in seen:
             raise ValueError(f"make_plan: expected unique names, got {spec.name!r} twice.")
         seen.add(spec.name)
+        if spec.strategy not in (None, *STRATEGIES):
+            raise ValueError(
+                f"Parameter {spec.name!r}: strategy: expected one of {STRATEGIES}, or None for that of all others, "
+                f"got {spec.strategy!r}."
+            )
     if strategy not in STRATEGIES:
         raise ValueError(f"make_plan: strategy: expected one of {STRATEGIES}, got {strategy!r}.")
 
@@ -232,7 +237,8 @@ def _state_dtype(spec: MatrixSpec) -> str:
 def _make_buckets(specs: Sequence[MatrixSpec]) -> tuple[Bucket, ...]:
     members: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
-        key = (spec.algorithm, spec.shape, spec.dtype, spec.grad_dtype, spec.device, spec.config, spec.layout)
+        what = (spec.algorithm, spec.shape, spec.dtype, spec.grad_dtype, spec.device)
+        key = (*what, spec.config, spec.layout, spec.strategy)
         members.setdefault(key, []).append(index)
     buckets = []
     for number, indices in enumerate(members.values()):
@@ -255,6 +261,7 @@ def _make_buckets(specs: Sequence[MatrixSpec]) -> tuple[Bucket, ...]:
                 config=spec.config,
                 view=view,
                 layout=spec.layout,
+                strategy=spec.strategy,
             )
         )
     return tuple(buckets)

@@ -12,7 +12,14 @@ from muon_compile.plan.exchange import OWNED, STRATEGIES, STRATEGY_NAMES, Exchan
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
-from muon_compile.plan.strategies import choose_strategy, collectives, feasible, flops_of_rank, owned_flops
+from muon_compile.plan.strategies import (
+    choose_strategy,
+    collectives,
+    feasible,
+    flops_of_rank,
+    gathers_results,
+    owned_flops,
+)
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
 # Gram strategies iterate on Grams alone: float32, all steps in one segment.
@@ -35,7 +42,7 @@ def plan_exchanges(
         buckets: The plan's buckets, with whole shapes.
         parts: Their parts.
         choices: Form and kernel of every kind of matrix.
-        strategy: ``"auto"``, or one for all matrices that lie on several ranks.
+        strategy: ``"auto"``, or one for all matrices that lie on several ranks and whose bucket names none.
         divide: Replicas share the work instead of repeating it.
         comm_dtype: dtype on the wire; None: that of the products.
         name_of: A bucket's name for errors.
@@ -62,11 +69,13 @@ def plan_exchanges(
         shared = divide and replicas > 1
         runs, owners = assign_grid(jobs, replicas, shards, divide=shared)
         for i, run, owned in zip(indices, runs, owners, strict=True):
+            draft, owners_of = drafts[i], tuple(owned) if drafts[i].strategy in OWNED else ()
             exchange = replace(
-                drafts[i],
+                draft,
                 replica_counts=tuple(run) if shared else (),
-                owner_counts=tuple(owned) if drafts[i].strategy in OWNED else (),
+                owner_counts=owners_of,
                 replica_axis=replica_axis if shared else None,
+                gathers_results=draft.strategy == "gather_broadcast" and gathers_results(owners_of),
             )
             result[i] = replace(parts[i], exchange=exchange)
     return tuple(result)
@@ -119,7 +128,7 @@ def _draft(
     transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
     cut = replace(own, transposed=transposed, shard_axis=layout.axis, sizes=layout.sizes)
     cut = replace(cut, rows=cols, cols=rows) if transposed else cut
-    name = _strategy_of(cut, config, strategy, name_of(bucket))
+    name = _strategy_of(cut, config, bucket.strategy or strategy, name_of(bucket))
     gram = name in ("gram_all_reduce", "gram_scatter")
     return replace(cut, strategy=name, form=_GRAM_FORM, kernel="graph") if gram else replace(cut, strategy=name)
 

@@ -49,7 +49,7 @@ def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) ->
 
 def config_key(adapter: Adapter, group: Mapping[str, Any]) -> tuple[object, ...]:
     """The group's graph-shaping entries, for a cheap comparison every step."""
-    return tuple(group.get(name) for name in adapter.config_keys)
+    return tuple(group.get(name) for name in (*adapter.config_keys, "strategy"))
 
 
 def name_table(names: Names) -> dict[int, str]:
@@ -144,6 +144,7 @@ def read_optimizers(
                         group=group_index,
                         config=config,
                         layout=meshes.layout(param),
+                        strategy=group.get("strategy"),
                     )
                 )
                 params.append(param)

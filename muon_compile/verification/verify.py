@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -93,6 +94,7 @@ def verify(
                 raise ValueError(f"verify: {what}: expected names of {known}, got {name!r}.")
     wanted = tuple(default_specs(ranks) if specs is None else specs)
     _check_specs(wanted)
+    wanted = tuple(dataclasses.replace(spec, strategy=None) for spec in wanted)  # every one is tried
     resolved = make_plan(wanted, mesh=mesh if ranks > 1 else None, config=config).specs
     laboratory = _Laboratory(resolved, mesh, seed)
     rows = []

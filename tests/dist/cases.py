@@ -12,6 +12,7 @@ from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize
 from muon_compile.config import DTypeName, MuonConfig
 from muon_compile.plan.exchange import OWNED, Exchange, Place, Strategy, run_of
+from muon_compile.plan.strategies import gathers_results
 from tests.reference import gaussian
 
 WORLD = 4
@@ -47,6 +48,7 @@ class Case:
         shards = 1 if self.strategy == "local" else WORLD // self.replicas
         runs = self.replica_counts or (self.units,)
         owners = self.owner_counts or tuple(even_counts(run, shards) for run in runs)
+        gathers = self.strategy == "gather_broadcast" and gathers_results(owners)
         return Exchange(
             strategy=self.strategy,
             num_units=self.units,
@@ -61,6 +63,7 @@ class Case:
             comm_dtype=self.dtype,
             form="standard",
             kernel="graph",
+            gathers_results=gathers,
         )
 
     @property

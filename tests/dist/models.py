@@ -44,6 +44,7 @@ class Job:
         shapes: Names and shapes; a vector goes to AdamW, so does what ``adamw`` names.
         mesh: Sizes of the mesh's axes: 1-D shards, 2-D replicates along its first.
         plain: Parameters that stay whole on every rank.
+        strategies: Of parameters in groups of their own, by name.
         compile_config: For the compiled step.
     """
 
@@ -56,6 +57,7 @@ class Job:
     backend: str = "aot_eager"
     adamw: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
+    strategies: Mapping[str, str] = field(default_factory=dict)
     lr: float = 0.1
     weight_decay: float = 0.1
     steps: int = 3
@@ -109,9 +111,14 @@ def sharded_model(job: Job) -> Model:
 def optimizer_of(model: Model, job: Job) -> mc.Muon:
     """Muon for matrices, AdamW for the rest."""
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    apart: list[dict[str, Any]] = []
     for name, param in model.named_parameters():
-        groups[param.dim() > 1 and name not in job.adamw].append((name, param))
+        if name in job.strategies:
+            apart.append({"params": [(name, param)], "strategy": job.strategies[name]})
+        else:
+            groups[param.dim() > 1 and name not in job.adamw].append((name, param))
     given: list[dict[str, Any]] = [{"params": groups[True]}] if groups[True] else []
+    given += apart
     if groups[False]:
         given.append({"params": groups[False], "algorithm": "adamw"})
     return mc.Muon(

@@ -169,6 +169,38 @@ def test_replicas_that_repeat_do_the_same(ranks: Ranks) -> None:
     assert "experts" not in outcomes[0].strategies  # nothing to share out, so nothing to send
 
 
+def test_every_group_may_have_its_strategy(ranks: Ranks) -> None:
+    wanted = {"even": "gather_broadcast", "even_too": "all_to_all", "wide": "gather_scatter"}
+    job = Job(shapes=only("even", "even_too", "wide", "five", "experts"), strategy="all_gather", strategies=wanted)
+    outcomes = ranks.run(train, job)
+    check_same(outcomes, train_alone(job))
+    assert outcomes[0].strategies == {**wanted, "five": "all_gather"}
+
+
+def change_a_strategy(rank: int) -> list[str]:
+    job = Job(shapes=only("even", "wide"), strategies={"even": "all_gather"}, steps=1)
+    model = sharded_model(job)
+    optimizer = optimizer_of(model, job)
+    step = compiled(optimizer, job)
+    found = []
+    for strategy in ("all_gather", "all_to_all", "gather"):
+        optimizer.param_groups[-1]["strategy"] = strategy
+        give(model, 0)
+        before = model.even.detach().to_local().clone()
+        message = raised(optimizer.step) if strategy == "gather" else str(optimizer.step())
+        assert torch.equal(before, model.even.detach().to_local()) is (strategy == "gather")
+        kinds = {c.kind for c in step.plan.collectives if c.kind.startswith("all_to_all")}
+        found.append(f"{message} {sorted(kinds)}")
+    return found
+
+
+def test_a_group_may_change_its_strategy(ranks: Ranks) -> None:
+    for first, second, third in ranks.run(change_a_strategy):
+        assert first == "None []"
+        assert second == "None ['all_to_all_single']"
+        assert third.startswith("ValueError: Parameter 'even': strategy: expected one of ('auto', 'local',")
+
+
 # -- what is sent, and what is not ------------------------------------------------------------------------------------
 
 

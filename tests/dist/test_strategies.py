@@ -96,6 +96,14 @@ def assembled(case: Case, shards: list[Tensor]) -> Tensor:
     return per_replica[0]
 
 
+def in_owners_batches(case: Case, units: Tensor) -> Tensor:
+    """What one process makes of the units, in the batches in which their owners take them."""
+    counts = case.exchange.replica_counts or (case.units,)
+    if case.exchange.owner_counts:
+        counts = tuple(count for row in case.exchange.owner_counts for count in row)
+    return torch.cat([case.whole(run) for run in units.split(counts)])
+
+
 def check(wanted: dict[str, Case], per_rank: list[dict[str, Tensor]]) -> None:
     for name, case in wanted.items():
         actual = assembled(case, [results[name] for results in per_rank])
@@ -107,7 +115,10 @@ def check(wanted: dict[str, Case], per_rank: list[dict[str, Tensor]]) -> None:
             exact = torch.stack([orthogonal(unit) for unit in units]) if case.units else expected
             assert relative_error(actual, exact) <= (2e-3 if case.dtype == "float32" else 4e-3), name
         else:
-            assert torch.equal(actual, expected), (name, relative_error(actual, expected))
+            assert torch.equal(actual, in_owners_batches(case, units)), (name, relative_error(actual, expected))
+            if case.units:
+                # Some CPUs' products round a batch of one otherwise than a larger one.
+                assert relative_error(actual, expected) <= (1e-6 if case.dtype == "float32" else 2e-2), name
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -170,14 +181,26 @@ EXPECTED: dict[Strategy, list[str]] = {
 }
 
 
+def results_of(case: Case, replica: int) -> list[str]:
+    """How the results of gather_broadcast travel."""
+    if case.strategy != "gather_broadcast":
+        return []
+    if case.exchange.gathers_results:
+        return ["all_gather_into_tensor"]
+    return ["broadcast" for count in case.exchange.owned(replica) if count]
+
+
+def test_results_are_gathered_and_broadcast_in_the_cases() -> None:
+    everywhere = [*cases("gather_broadcast").values(), *replica_cases("gather_broadcast").values()]
+    assert {case.exchange.gathers_results for case in everywhere if case.units} == {False, True}
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_every_rank_issues_the_same_collectives(strategy: Strategy) -> None:
-    for name in {"2,2,1,0 rows", "one unit", "no unit", "skewed"} & cases(strategy).keys():
+    for name in {"even", "2,2,1,0 rows", "one unit", "no unit", "skewed"} & cases(strategy).keys():
         case = cases(strategy)[name]
-        owners = sum(count > 0 for count in case.exchange.owned(0)) if strategy == "gather_broadcast" else 0
         for rank in range(WORLD):
-            found = names_of(case, case.place(rank))
-            assert found == EXPECTED[strategy] + ["broadcast"] * owners, (name, rank)
+            assert names_of(case, case.place(rank)) == EXPECTED[strategy] + results_of(case, 0), (name, rank)
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
@@ -187,11 +210,8 @@ def test_dividing_over_replicas_adds_one_gather(strategy: Strategy) -> None:
         for rank in range(WORLD):
             found = names_of(case, case.place(rank))
             replica = rank // len(case.exchange.sizes) if case.replica_counts else 0
-            owners = 0
-            if strategy == "gather_broadcast":
-                owners = sum(count > 0 for count in case.exchange.owned(replica))
             added = ["all_gather_into_tensor"] if case.replica_counts else []
-            assert found == EXPECTED[strategy] + ["broadcast"] * owners + added, (name, rank)
+            assert found == EXPECTED[strategy] + results_of(case, replica) + added, (name, rank)
 
 
 # What both Inductor and TorchAir 2.13 lower, of what strategies need around the products.
@@ -241,17 +261,20 @@ def test_triangles_come_back(n: int, units: int) -> None:
 
 
 def test_gram_scatter_sends_a_quarter_of_gather_broadcast() -> None:
-    """In bytes that a rank puts in, bfloat16 momenta [3072, 768]: (cols + 1) / rows, so a quarter and a diagonal."""
+    """Float32 triangles for bfloat16 momenta [3072, 768]: (cols + 1) / rows, so a quarter and a diagonal."""
 
-    def payload(strategy: Strategy) -> int:
+    def sent(strategy: Strategy) -> int:
         case = Case(strategy=strategy, units=8, rows=3072, cols=768, dtype="bfloat16")
         shard = torch.empty(8, 3072 // WORLD, 768, dtype=torch.bfloat16, device="meta")
-        graph = trace(shard, call(case, case.place(0)))
-        inputs = [node.args[0].meta["val"] for node in collectives_of(graph)]
-        assert inputs
-        return sum(x.numel() * x.element_size() for x in inputs)
+        inputs = []
+        for node in collectives_of(trace(shard, call(case, case.place(0)))):
+            value = node.args[0].meta["val"]
+            passed_on = WORLD - 1 if "all_gather" in str(node.target) else (WORLD - 1) / WORLD
+            inputs.append(value.numel() * value.element_size() * passed_on)
+        assert len(inputs) == 2
+        return sum(inputs)
 
-    assert payload("gram_scatter") / payload("gather_broadcast") <= 769 / 3072
+    assert sent("gram_scatter") / sent("gather_broadcast") == pytest.approx(769 / 3072)
 
 
 @pytest.mark.parametrize("preset", ["torch", "keller", "hyperparallel"])

@@ -324,8 +324,8 @@ def test_unreadable_plans_are_refused_in_words() -> None:
         ("{", "unreadable"),
         ("[1]", "version"),
         ("null", "version"),
-        (text.replace('"version": 2', '"version": 99'), "99"),
-        ('{"version": 2}', "specs"),
+        (text.replace('"version": 3', '"version": 99'), "99"),
+        ('{"version": 3}', "specs"),
         (text.replace('"ns_steps": 5', '"ns_steps": -5'), "Plan.to_json"),
         (text.replace('"algorithm": "muon"', '"algorithm": "sgd"'), "sgd"),
         (text.replace('"exact": false', '"exact": false, "extra": 1'), "extra"),
@@ -334,7 +334,7 @@ def test_unreadable_plans_are_refused_in_words() -> None:
         with pytest.raises(ValueError, match=r"Plan\.from_json: expected") as caught:
             mc.Plan.from_json(broken)
         assert words in str(caught.value)
-    assert json.loads(text)["version"] == 2
+    assert json.loads(text)["version"] == 3
 
 
 def test_what_cannot_be_planned_is_refused_by_name() -> None:

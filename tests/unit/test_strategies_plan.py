@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import muon_compile as mc
 from muon_compile.plan import strategies
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange
@@ -18,6 +19,7 @@ from muon_compile.plan.strategies import (
     feasible,
     flops_of_rank,
     gathered_bytes,
+    gathers_results,
     owned_flops,
     sent_bytes,
     triangle_bytes,
@@ -97,6 +99,8 @@ def test_collectives_in_their_order_with_the_operators_input() -> None:
         gathered,
         *(("broadcast", "shard", owned * whole) for owned in (2, 2, 1, 1)),
     ]
+    together = dataclasses.replace(made["gather_broadcast"], gathers_results=True)
+    assert promised(together) == [gathered, ("all_gather_into_tensor", "shard", 2 * whole)]
     assert promised(made["gather_scatter"]) == [gathered, ("all_to_all_single", "shard", 2 * whole)]
     assert promised(made["all_to_all"]) == [
         ("all_to_all_single", "shard", 6 * 3 * 3 * 2),
@@ -108,6 +112,33 @@ def test_collectives_in_their_order_with_the_operators_input() -> None:
         ("reduce_scatter_tensor", "shard", 4 * 2 * 6 * 4),
         ("all_gather_into_tensor", "shard", 2 * 6 * 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("owners", "gathered"),
+    [
+        (((2, 2, 1, 1),), True),
+        (((1, 1, 0, 0),), True),
+        (((1, 0, 0, 0),), False),
+        (((2, 0, 1, 0),), False),
+        (((1, 1), (1, 0)), True),
+        (((1, 1), (3, 0), (0, 0)), True),
+        (((2, 1), (5, 0, 0)), False),
+    ],
+)
+def test_results_are_gathered_where_padding_at_most_doubles_them(
+    owners: tuple[tuple[int, ...], ...], gathered: bool
+) -> None:
+    assert gathers_results(owners) is gathered
+
+
+def test_the_number_of_collectives_does_not_grow_with_the_ranks() -> None:
+    for ranks in (4, 64, 1024):
+        mesh = mc.MeshSpec(axes=(("shard", ranks),))
+        for count in (12, 2 * ranks):
+            specs = [mc.MatrixSpec(name=f"m{i}", shape=(8 * ranks, 16)) for i in range(count)]
+            plan = mc.make_plan(specs, mesh=mesh, strategy="gather_broadcast")
+            assert len(plan.collectives) <= 2 + 12  # the agreement, the gather, and at most one for each of 12 units
 
 
 def test_owners_without_units_broadcast_nothing() -> None:
