@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from muon_compile.build import collectives
+from muon_compile.build.phases import Phases, Solve
 from muon_compile.plan.exchange import Exchange, Place
 
 
-def all_to_all(x: Tensor, exchange: Exchange, place: Place, whole: Callable[[Tensor], Tensor]) -> Tensor:
+def all_to_all(x: Tensor, exchange: Exchange, place: Place, whole: Solve) -> Phases:
     """Orthogonalize every unit once, on its owner.
 
     Args:
@@ -23,17 +22,22 @@ def all_to_all(x: Tensor, exchange: Exchange, place: Place, whole: Callable[[Ten
     Returns:
         Shards of the orthogonalized units, of ``x``'s shape and dtype.
     """
-    return return_rows(whole(send_units(x, exchange, place)), exchange, place)
+    units = yield from _send_units(x, exchange, place)
+    rows = return_rows(whole(units), exchange, place)
+    yield
+    return returned_rows(rows, exchange, place)
 
 
-def send_units(x: Tensor, exchange: Exchange, place: Place) -> Tensor:
+def _send_units(x: Tensor, exchange: Exchange, place: Place) -> Phases:
     """Shards ``[num_units, sizes[shard_rank], cols]`` to the whole units that this rank owns, ``[k, rows, cols]``."""
     owned, sizes, cols = exchange.owned(0), exchange.sizes, exchange.cols
     mine = owned[place.shard_rank]
     came = [mine * size * cols for size in sizes]
     # An owner's units are consecutive, so its run of x is too.
     gone = [count * sizes[place.shard_rank] * cols for count in owned]
-    flat = collectives.all_to_all(x.reshape(-1), came, gone, place.shard_group)
+    sent = collectives.all_to_all(x.reshape(-1), came, gone, place.shard_group)
+    yield
+    flat = collectives.wait(sent)
     if min(sizes) == max(sizes):
         return flat.view(len(sizes), mine, sizes[0], cols).transpose(0, 1).reshape(mine, exchange.rows, cols)
     shards = zip(flat.split(came), sizes, strict=True)
@@ -41,7 +45,7 @@ def send_units(x: Tensor, exchange: Exchange, place: Place) -> Tensor:
 
 
 def return_rows(y: Tensor, exchange: Exchange, place: Place) -> Tensor:
-    """Whole units ``[k, rows, cols]`` that this rank owns to every rank's rows of all, ``[num_units, size, cols]``."""
+    """Send every rank its rows of the whole units ``[k, rows, cols]`` that this rank owns; see ``returned_rows``."""
     owned, sizes, cols = exchange.owned(0), exchange.sizes, exchange.cols
     mine, rows = owned[place.shard_rank], sizes[place.shard_rank]
     came = [count * rows * cols for count in owned]
@@ -50,5 +54,10 @@ def return_rows(y: Tensor, exchange: Exchange, place: Place) -> Tensor:
         flat = y.reshape(mine, len(sizes), sizes[0], cols).transpose(0, 1).reshape(-1)
     else:
         flat = torch.cat([shard.reshape(-1) for shard in y.split(sizes, dim=1)])
+    return collectives.all_to_all(flat, came, gone, place.shard_group)
+
+
+def returned_rows(sent: Tensor, exchange: Exchange, place: Place) -> Tensor:
+    """What ``return_rows`` brings this rank: its rows of all units, ``[num_units, size, cols]``."""
     # Owners in rank order have the units in their order.
-    return collectives.all_to_all(flat, came, gone, place.shard_group).view(exchange.num_units, rows, cols)
+    return collectives.wait(sent).view(exchange.num_units, exchange.sizes[place.shard_rank], exchange.cols)

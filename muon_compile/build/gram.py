@@ -5,8 +5,6 @@ They pay where units are much taller than wide: what travels is ``cols x cols`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,11 +12,9 @@ from torch.nn.functional import pad
 from muon_compile.build import collectives
 from muon_compile.build.coefficients import schedule
 from muon_compile.build.orthogonalize import apply_gram, gram_product, identity_like, iterate_gram, wide_dtype
+from muon_compile.build.phases import Phases, Solve
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange, Place
-
-# Gram sums [k, cols, cols], float32 or wider, any k, to Q of the same shape and dtype: O = X Q.
-Gram = Callable[[Tensor], Tensor]
 
 # Below this a norm taken from the Gram's trace counts as this: squares of float32 entries 1e-4 of it still have all
 # their digits (the smallest normal number is 1.2e-38), and the largest Q stays finite.
@@ -44,22 +40,24 @@ def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph") -> Ten
     return iterate_gram(r / norm / norm, schedule(config), kernel) / norm
 
 
-def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Gram) -> Tensor:
+def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Solve) -> Phases:
     """Every rank has every unit's Gram sum and iterates on all of them.
 
     Args:
         x: Shards ``[num_units, sizes[shard_rank], cols]`` of one replica's units.
         exchange: Sizes; its kernel.
         place: This rank.
-        gram: Gram sums to Q.
+        gram: Gram sums ``[k, cols, cols]``, float32 or wider, any k, to Q of the same shape and dtype: ``O = X Q``.
 
     Returns:
         Shards of the orthogonalized units, of ``x``'s shape and dtype.
     """
-    return _apply(x, gram(collectives.all_reduce(_local_gram(x, exchange), place.shard_group)))
+    sums = collectives.all_reduce(_local_gram(x, exchange), place.shard_group)
+    yield
+    return _apply(x, gram(collectives.wait(sums)))
 
 
-def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Gram) -> Tensor:
+def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Solve) -> Phases:
     """Each owner has its units' Gram sums, iterates on them and gives every rank their Q; both travel as triangles.
 
     Args, Returns: As of ``gram_all_reduce``; ``exchange`` gives the owners too.
@@ -70,9 +68,14 @@ def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Gram) -> Ten
     if min(owned) < longest:
         # Every rank gets as many as the one that owns the most.
         sent = torch.cat([collectives.padded(run, 0, longest) for run in sent.split(owned)])
-    came = collectives.reduce_scatter(sent, len(owned), place.shard_group)[:mine]
-    q = pack_triangles(gram(unpack_triangles(came, exchange.cols)))
-    return _apply(x, unpack_triangles(collectives.gather_runs(q, owned, place.shard_group), exchange.cols))
+    sums = collectives.reduce_scatter(sent, len(owned), place.shard_group)
+    yield
+    came = collectives.wait(sums)[:mine]
+    runs = collectives.gather_runs(
+        pack_triangles(gram(unpack_triangles(came, exchange.cols))), owned, place.shard_group
+    )
+    yield
+    return _apply(x, unpack_triangles(collectives.joined(runs, owned), exchange.cols))
 
 
 def pack_triangles(a: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from muon_compile.build.collectives import all_reduce
+from muon_compile.build.collectives import all_reduce, wait
 from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
+from muon_compile.build.phases import Phases
 from muon_compile.build.strategies import run_exchange
 from muon_compile.config import MuonConfig
-from muon_compile.plan.exchange import Place
+from muon_compile.plan.exchange import Exchange, Place
 from muon_compile.plan.plan import Plan, Stretch
 
 
@@ -31,7 +32,7 @@ def agree_on_presence(
         total = torch.cat([presence[i].to(torch.int32) for i in buckets])
         ranks = 1
         for _, size, sharded in axes:
-            total = all_reduce(total, place.shard_group if sharded else place.replica_group)
+            total = wait(all_reduce(total, place.shard_group if sharded else place.replica_group))
             ranks *= size
         everywhere = total == ranks
         ok = (everywhere | (total == 0)).all()
@@ -42,8 +43,8 @@ def agree_on_presence(
     return [mask & agreed for mask in masks], agreed
 
 
-def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> tuple[Tensor, float]:
-    """Orthogonalize a part over the ranks that share it.
+def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> Phases:
+    """Orthogonalize a part over the ranks that share it, in phases.
 
     Args:
         part: The part, its bucket with this rank's shapes.
@@ -52,16 +53,14 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
         exact: Take ``torch.optim.Muon``'s own operators and roundings.
 
     Returns:
-        The update ``[B, *shape]``, this rank's shard, and the factor that scales it.
+        Phases, whose result is the update ``[B, *shape]``, this rank's shard; ``exchanged_scale`` has yet to scale it.
     """
     exchange, config = part.part.exchange, part.bucket.config
     assert exchange is not None and isinstance(config, MuonConfig)
     x = update.to(getattr(torch, exchange.comm_dtype))
     x = (x.mT if exchange.transposed else x).contiguous()
-    rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
-    blocks = exchange.blocks or (rows,)
-    scales = [shape_scale(config, block, cols) for block in blocks]
-    common = scales[0] if len(set(scales)) == 1 else 1.0
+    blocks, scales = _blocks(exchange, config)
+    common = exchanged_scale(part)
 
     def solve(y: Tensor) -> Tensor:
         return orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
@@ -74,9 +73,24 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
     def gram(r: Tensor) -> Tensor:
         return gram_polynomial(r, config)
 
-    result = run_exchange(x, exchange, place, whole, gram)
+    result = yield from run_exchange(x, exchange, place, whole, gram)
     result = result.mT if exchange.transposed else result
-    return result.reshape(part.bucket.size, *part.bucket.shape), common
+    return result.reshape(part.bucket.size, *part.bucket.shape)
+
+
+def exchanged_scale(part: Stretch) -> float:
+    """What scales the whole update of an exchanged part: its matrices' common scale, 1 where theirs differ."""
+    exchange, config = part.part.exchange, part.bucket.config
+    assert exchange is not None and isinstance(config, MuonConfig)
+    _, scales = _blocks(exchange, config)
+    return scales[0] if len(set(scales)) == 1 else 1.0
+
+
+def _blocks(exchange: Exchange, config: MuonConfig) -> tuple[tuple[int, ...], list[float]]:
+    """Rows of a unit's blocks as they lie in memory, and their scales."""
+    rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
+    blocks = exchange.blocks or (rows,)
+    return blocks, [shape_scale(config, block, cols) for block in blocks]
 
 
 def _solve_blocks(

@@ -1,8 +1,8 @@
 """The step of a plan, phase by phase, over stacked tensors; and its pure form over lists of tensors.
 
-Within a wave every bucket goes through a phase before any bucket goes on to the next: gradients and momentum, then
-Newton-Schulz, then the update. A backend then fuses a phase's pointwise work across buckets, and (later) one bucket's
-communication can overlap another's products.
+Within a wave every part goes through a phase before any part goes on to the next: gradients and momentum, then
+Newton-Schulz, then the update. A backend then fuses a phase's pointwise work across parts; and what one part sends is
+on its way while another's products run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
-from muon_compile.build.sharded import agree_on_presence, exchange_part
+from muon_compile.build.phases import run_side_by_side
+from muon_compile.build.sharded import agree_on_presence, exchange_part, exchanged_scale
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Bucket, Plan, Stretch, Wave
@@ -102,12 +103,10 @@ def _run_wave(
             views[index] = _muon_direction(plan, part, boundary, hyper, masks[index])
         else:
             updates[index] = _adamw(part, boundary, hyper, masks[index])
-    orthogonal = _orthogonalize_wave(plan, wave, views, boundary.in_place)
-    exchanged = {
-        i: exchange_part(part, views[i], places[i], exact=plan.exact)
-        for i, part in parts.items()
-        if part.part.exchange is not None
-    }
+    shared = [index for index, part in parts.items() if part.part.exchange is not None]
+    phases = [exchange_part(parts[index], views[index], places[index], exact=plan.exact) for index in shared]
+    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary.in_place))
+    exchanged = dict(zip(shared, results, strict=True))
     for index, part in parts.items():
         bucket, mask = part.bucket, masks[index]
         decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
@@ -115,8 +114,7 @@ def _run_wave(
         update = updates.get(index)
         if bucket.algorithm == "muon":
             if index in exchanged:
-                update, scale = exchanged[index]
-                step_size = -(_column(hyper, bucket, "lr") * scale)
+                update, step_size = exchanged[index], -(_column(hyper, bucket, "lr") * exchanged_scale(part))
             else:
                 update, step_size = _muon_update(bucket, orthogonal.get(index, []), hyper)
         assert update is not None

@@ -2,7 +2,7 @@
 
 Every rank of a group issues the same collectives in the same order, one that owns nothing too. Their number, over the
 shard axis: ``all_gather`` and ``gram_all_reduce`` 1, ``gather_scatter``, ``all_to_all`` and ``gram_scatter`` 2,
-``gather_broadcast`` 1 and one per owner that has units; over the replica axis 1 where replicas divide the units.
+``gather_broadcast`` 2, or 1 and one per owner that has units; over the replica axis 1 where replicas divide the units.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from muon_compile.build import all_to_all, gather, gram, replicas
+from muon_compile.build.phases import Phases, Solve
 from muon_compile.plan.exchange import Exchange, Place, Strategy
 
-_Solve = Callable[[Tensor], Tensor]
-_Run = Callable[[Tensor, Exchange, Place, _Solve], Tensor]
+_Run = Callable[[Tensor, Exchange, Place, Solve], Phases]
 
 
-def _local(x: Tensor, exchange: Exchange, place: Place, whole: _Solve) -> Tensor:
+def _local(x: Tensor, exchange: Exchange, place: Place, whole: Solve) -> Phases:
+    yield from ()
     return whole(x)
 
 
@@ -36,7 +37,7 @@ GRAM: dict[Strategy, _Run] = {
 }
 
 
-def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: _Solve, gram: _Solve | None = None) -> Tensor:
+def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram: Solve | None = None) -> Phases:
     """Orthogonalize units that are cut over ranks; called by every rank of the shard and replica axes.
 
     Args:
@@ -49,7 +50,7 @@ def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: _Solve, gra
             same shape and dtype, with the normalization in it; such as ``gram_polynomial``.
 
     Returns:
-        The same shards of the orthogonalized units, contiguous, of x's shape and dtype.
+        Phases, whose result is the same shards of the orthogonalized units, contiguous, of x's shape and dtype.
     """
     assert x.shape == (exchange.num_units, exchange.sizes[place.shard_rank], exchange.cols)
 
@@ -61,9 +62,10 @@ def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: _Solve, gra
         assert gram is not None
         return gram(r) if r.shape[0] else r
 
-    def inside(part: Tensor, alone: Exchange, where: Place) -> Tensor:
+    def inside(part: Tensor, alone: Exchange, where: Place) -> Phases:
         if alone.strategy in GRAM:
             return GRAM[alone.strategy](part, alone, where, polynomial)
         return WHOLE[alone.strategy](part, alone, where, rounded)
 
-    return replicas.over_replicas(x, exchange, place, inside).contiguous()
+    result = yield from replicas.over_replicas(x, exchange, place, inside)
+    return result.contiguous()

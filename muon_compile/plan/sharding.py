@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
@@ -14,11 +15,11 @@ from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, 
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
 from muon_compile.plan.strategies import (
     choose_strategy,
-    collectives,
     feasible,
     flops_of_rank,
     gathers_results,
     owned_flops,
+    phases,
 )
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
@@ -194,7 +195,7 @@ def exchanged_bytes(bucket: Bucket, strategy: str, comm_dtype: str | None) -> in
 
 
 def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
-    """Every collective of a step, in order: the agreements on gradients, then part by part.
+    """Every collective of a step, in order: the agreements on gradients, then wave by wave, phase by phase.
 
     Args:
         plan: The plan.
@@ -206,10 +207,10 @@ def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) 
         count = sum(plan.buckets[i].size for i in buckets)
         made += [CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=4 * count) for axis, _, _ in axes]
     for wave in plan.waves:
-        for index in wave.parts:
-            exchange = plan.parts[index].exchange
-            if exchange is not None:
-                made += collectives(exchange, None if places is None else places[index].replica_rank)
+        shared = [(i, exchange) for i in wave.parts if (exchange := plan.parts[i].exchange) is not None]
+        parts = [phases(exchange, None if places is None else places[i].replica_rank) for i, exchange in shared]
+        # The parts of a wave go through their phases side by side.
+        made += [spec for same in zip_longest(*parts, fillvalue=()) for phase in same for spec in phase]
     return tuple(made)
 
 

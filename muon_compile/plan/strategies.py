@@ -115,29 +115,31 @@ class _Row:
 
     Args:
         gram: No rank sees a whole unit; only its Gram matrix is summed.
-        transfers: Its collectives over the shard axis, in the order in which they are issued.
+        phases: Its collectives over the shard axis, in order; those of one phase are issued together, and waited for
+            in the next one.
     """
 
     gram: bool = False
-    transfers: Callable[[_Run], list[_Transfer]]
+    phases: Callable[[_Run], list[list[_Transfer]]]
 
 
 _ROWS: dict[Strategy, _Row] = {
-    "local": _Row(transfers=lambda run: []),
-    "all_gather": _Row(transfers=lambda run: [_gather_rows(run)]),
-    "all_to_all": _Row(transfers=lambda run: [_to_owners(run), _from_owners(run)]),
-    "gather_broadcast": _Row(transfers=lambda run: [_gather_rows(run), *_results(run)]),
-    "gather_scatter": _Row(transfers=lambda run: [_gather_rows(run), _from_owners(run)]),
-    "gram_all_reduce": _Row(transfers=lambda run: [_sum_grams(run)], gram=True),
-    "gram_scatter": _Row(transfers=lambda run: [_scatter_grams(run), _gather_q(run)], gram=True),
+    "local": _Row(phases=lambda run: []),
+    "all_gather": _Row(phases=lambda run: [[_gather_rows(run)]]),
+    "all_to_all": _Row(phases=lambda run: [[_to_owners(run)], [_from_owners(run)]]),
+    "gather_broadcast": _Row(phases=lambda run: [[_gather_rows(run)], _results(run)]),
+    "gather_scatter": _Row(phases=lambda run: [[_gather_rows(run)], [_from_owners(run)]]),
+    "gram_all_reduce": _Row(phases=lambda run: [[_sum_grams(run)]], gram=True),
+    "gram_scatter": _Row(phases=lambda run: [[_scatter_grams(run)], [_gather_q(run)]], gram=True),
 }
 
 
 def gathers_results(owner_counts: Sequence[Sequence[int]]) -> bool:
     """Whether owners' results travel better in one padded gather than in a broadcast for each owner.
 
-    They do where padding at most doubles them: the gather is one collective whatever the number of owners, all ranks
-    send at once, and on 4 gloo ranks it took less CPU time. With fewer units than ranks padding would grow with ranks.
+    They do where padding at most doubles them: the gather is one collective whatever the number of owners, and all
+    ranks send at once (on 4 gloo ranks both took the same CPU time). With fewer units than ranks padding would grow
+    with the ranks.
 
     Args:
         owner_counts: ``Exchange.owner_counts``.
@@ -194,8 +196,12 @@ def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
     return _Run(exchange, stop - start, owned, tuple(i for i, units in enumerate(owned) if units), rank)
 
 
+def _phases(run: _Run) -> list[list[_Transfer]]:
+    return _ROWS[run.exchange.strategy].phases(run)
+
+
 def _transfers(run: _Run) -> list[_Transfer]:
-    return _ROWS[run.exchange.strategy].transfers(run)
+    return [transfer for phase in _phases(run) for transfer in phase]
 
 
 def _between_replicas(exchange: Exchange, size: int) -> list[_Transfer]:
@@ -210,11 +216,11 @@ def _runs(exchange: Exchange) -> list[_Run]:
     return [_run(exchange, replica, 0) for replica in range(max(1, len(exchange.replica_counts)))]
 
 
-def collectives(exchange: Exchange, replica: int | None = None) -> tuple[CollectiveSpec, ...]:
-    """The collectives of a part, in the order in which they are issued.
+def phases(exchange: Exchange, replica: int | None = None) -> list[tuple[CollectiveSpec, ...]]:
+    """The collectives of a part, phase by phase in the order in which they are issued.
 
     ``bytes_per_rank`` is the operator's input, on the rank where it is largest; a broadcast's is its owner's. A part
-    without entries has none.
+    without entries has none. The last phase is the replica axis's, where replicas divide the units.
 
     Args:
         exchange: The part's.
@@ -222,20 +228,26 @@ def collectives(exchange: Exchange, replica: int | None = None) -> tuple[Collect
             where a shard rank owns nothing in some of the replicas in their number of broadcasts.
     """
     if exchange.num_units * exchange.rows * exchange.cols == 0:
-        return ()
+        return []
     runs = _runs(exchange) if replica is None else [_run(exchange, replica, 0)]
     broadcasters = tuple(sorted({owner for run in runs for owner in run.broadcasters}))
-    everyone = [_transfers(run._replace(broadcasters=broadcasters)) for run in runs]
-    made = [
-        CollectiveSpec(
-            kind=same[0].kind, axis=exchange.shard_axis or "", bytes_per_rank=max(t.input_bytes for t in same)
-        )
+    everyone = [_phases(run._replace(broadcasters=broadcasters)) for run in runs]
+    made = [_most(same, exchange.shard_axis) for same in zip(*everyone, strict=True)]
+    across = _between_replicas(exchange, max(exchange.sizes))
+    return [*made, _most([across], exchange.replica_axis)] if across else made
+
+
+def _most(everyone: Sequence[Sequence[_Transfer]], axis: str | None) -> tuple[CollectiveSpec, ...]:
+    """One phase as all replicas together promise it."""
+    return tuple(
+        CollectiveSpec(kind=same[0].kind, axis=axis or "", bytes_per_rank=max(t.input_bytes for t in same))
         for same in zip(*everyone, strict=True)
-    ]
-    for transfer in _between_replicas(exchange, max(exchange.sizes)):
-        axis = exchange.replica_axis or ""
-        made.append(CollectiveSpec(kind=transfer.kind, axis=axis, bytes_per_rank=transfer.input_bytes))
-    return tuple(made)
+    )
+
+
+def collectives(exchange: Exchange, replica: int | None = None) -> tuple[CollectiveSpec, ...]:
+    """All of ``phases``, in order."""
+    return tuple(spec for phase in phases(exchange, replica) for spec in phase)
 
 
 def sent_bytes(exchange: Exchange, shard_rank: int, replica_rank: int) -> int:

@@ -13,9 +13,10 @@ from torch.fx import GraphModule, Node
 
 from muon_compile.build.gram import gram_polynomial, pack_triangles, unpack_triangles
 from muon_compile.build.orthogonalize import orthogonalize
+from muon_compile.build.phases import Solve, run_side_by_side
 from muon_compile.build.strategies import GRAM, WHOLE, run_exchange
 from muon_compile.config import MuonConfig
-from muon_compile.plan.exchange import STRATEGY_NAMES, Place, Strategy
+from muon_compile.plan.exchange import STRATEGY_NAMES, Exchange, Place, Strategy
 from tests.dist.cases import WORLD, Case, cases, replica_cases
 from tests.dist.ranks import Ranks
 from tests.reference import gaussian, orthogonal, relative_error
@@ -40,7 +41,13 @@ def group_names(replicas: int) -> tuple[str, str]:
 
 
 def call(case: Case, place: Place) -> Callable[[Tensor], Tensor]:
-    return lambda x: run_exchange(x, case.exchange, place, case.whole, case.gram)
+    return lambda x: alone(x, case.exchange, place, case.whole, case.gram)
+
+
+def alone(x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram: Solve) -> Tensor:
+    """One part by itself, phase after phase."""
+    (result,), _ = run_side_by_side([run_exchange(x, exchange, place, whole, gram)], lambda: None)
+    return result
 
 
 def trace(x: Tensor, run: Callable[[Tensor], Tensor]) -> GraphModule:
@@ -162,7 +169,7 @@ def collectives_of(graph: GraphModule) -> list[Node]:
 
 def names_of(case: Case, place: Place) -> list[str]:
     """Names of the collectives of a rank's graph."""
-    run = functools.partial(run_exchange, exchange=case.exchange, place=place, whole=doubled, gram=doubled)
+    run = functools.partial(alone, exchange=case.exchange, place=place, whole=doubled, gram=doubled)
     return [str(node.target).split(".")[1] for node in collectives_of(trace(case.shard(place.shard_rank), run))]
 
 
@@ -241,7 +248,7 @@ def test_a_graph_has_only_operators_that_every_backend_lowers(strategy: Strategy
         case = cases(strategy)[name]
         for rank in (0, WORLD - 1):
             place = case.place(rank)
-            run = functools.partial(run_exchange, exchange=case.exchange, place=place, whole=doubled, gram=case.gram)
+            run = functools.partial(alone, exchange=case.exchange, place=place, whole=doubled, gram=case.gram)
             graph = trace(case.shard(place.shard_rank), run)
             used = {str(node.target) for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
             used = {name.removeprefix("aten.").removesuffix(".default") for name in used if "c10d" not in name}
