@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import sys
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import cattrs
 import cattrs.v
 
 from muon_compile.plan.forms import Kernel
+from muon_compile.plan.network import Network
+from muon_compile.plan.presets import NETWORKS
 
 Device = Literal["cpu", "cuda", "npu"]
-HARDWARE_VERSION = 1
+HARDWARE_VERSION = 2
 
 # Sides of the batched square products that a row of rates is about.
 SIDES = (32, 64, 128, 256, 512, 1024)
@@ -69,6 +73,7 @@ class Hardware:
         op_seconds: Host's time for one operator of the graph.
         native: This library's CPU kernel works here.
         symmetric: Products known to be symmetric have an operator of their own here.
+        network: What joins it to its likes; None: nothing is known of it.
 
     Raises:
         ValueError: A figure is not positive, or rates are missing or twice there.
@@ -82,6 +87,7 @@ class Hardware:
     op_seconds: float
     native: bool = False
     symmetric: bool = False
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if self.device not in get_args(Device):
@@ -137,11 +143,23 @@ class Hardware:
             raise ValueError(
                 f"Hardware.from_json: expected version {HARDWARE_VERSION}, got {version!r}; measure it again."
             )
+        return _structured(data, "Hardware.from_json: expected figures from Hardware.to_json")
+
+    @staticmethod
+    def from_toml(text: str) -> Hardware:
+        """Read figures that a person wrote down: the fields of ``Hardware`` as TOML (docs/hardware-example.toml).
+
+        Raises:
+            ValueError: No TOML, a field that is missing or unknown, or a figure that cannot be; it names the field.
+            ModuleNotFoundError: Python 3.10 without ``tomli``.
+        """
+        # The standard library reads TOML from Python 3.11 on, with what was tomli before.
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
         try:
-            return _CONVERTER.structure(data, Hardware)
-        except (cattrs.BaseValidationError, KeyError, TypeError) as error:
-            lines = "; ".join(cattrs.transform_error(error, format_exception=_in_words))
-            raise ValueError(f"Hardware.from_json: expected figures from Hardware.to_json, got: {lines}.") from error
+            data = toml.loads(text)
+        except toml.TOMLDecodeError as error:
+            raise ValueError(f"Hardware.from_toml: expected TOML, got unreadable text: {error}.") from error
+        return _structured(data, "Hardware.from_toml: expected the fields of Hardware")
 
     @staticmethod
     def preset(name: str) -> Hardware:
@@ -153,6 +171,14 @@ class Hardware:
         if name not in PRESETS:
             raise ValueError(f"Hardware.preset: expected one of {', '.join(map(repr, PRESETS))}, got {name!r}.")
         return PRESETS[name]
+
+
+def _structured(data: Any, expected: str) -> Hardware:
+    try:
+        return _CONVERTER.structure(data, Hardware)
+    except (cattrs.BaseValidationError, KeyError, TypeError) as error:
+        lines = "; ".join(cattrs.transform_error(error, format_exception=_in_words))
+        raise ValueError(f"{expected}, got: {lines}.") from error
 
 
 def _in_words(error: BaseException, kind: type | None) -> str:
@@ -199,6 +225,7 @@ def _accelerator(
         # A short kernel replayed from a CUDA graph takes 3.4 us from start to start ("Getting Started with CUDA
         # Graphs", NVIDIA technical blog, 2019). NPUs: assumed alike.
         op_seconds=3e-6,
+        network=NETWORKS[name],
     )
 
 
@@ -206,7 +233,13 @@ def _accelerator(
 # on large sides; copies through memory at 20 GB/s; 2 us for an operator called from Python; 2 MiB of L2 for each core.
 _CPU = _rates("graph", bfloat16=(60, 150, 250, 330, 370, 380), float32=(60, 85, 105, 115, 125, 128))
 _CPU_2CORE = Hardware(
-    name="cpu-2core", device="cpu", gemm=_CPU, bytes_per_second=20e9, cache_bytes=4 * 2**20, op_seconds=2e-6
+    name="cpu-2core",
+    device="cpu",
+    gemm=_CPU,
+    bytes_per_second=20e9,
+    cache_bytes=4 * 2**20,
+    op_seconds=2e-6,
+    network=NETWORKS["cpu-2core"],
 )
 # The same with this library's kernel, at bmm's rates on large sides and without bmm's overhead on small ones.
 _CPU_2CORE_NATIVE = Hardware(
@@ -217,6 +250,7 @@ _CPU_2CORE_NATIVE = Hardware(
     cache_bytes=4 * 2**20,
     op_seconds=2e-6,
     native=True,
+    network=NETWORKS["cpu-2core-native"],
 )
 
 PRESETS = {
@@ -238,3 +272,15 @@ PRESETS = {
 }
 
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+
+
+def _keep(value: Any, kind: type) -> Any:
+    """A value of a plain type as it is: cattrs would convert, and so read ``"false"`` as True and 8.5 as 8."""
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
+        raise ValueError(f"expected {kind.__name__}, got {value!r}")
+    return kind(value)
+
+
+for _kind in (bool, int, float, str):
+    _CONVERTER.register_structure_hook(_kind, _keep)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import muon_compile as mc
-from muon_compile.plan.hardware import PRESETS, SIDES, Rates, default_hardware
+from muon_compile.plan.hardware import HARDWARE_VERSION, PRESETS, SIDES, Rates, default_hardware
 
+EXAMPLE = (Path(__file__).parents[2] / "docs/hardware-example.toml").read_text()
 FIGURES = tuple(float(10**power) for power in range(6, 12))
 
 
@@ -126,18 +128,58 @@ def test_unreadable_figures_are_refused_in_words() -> None:
         ("{", "unreadable"),
         ("[1]", "version"),
         ("null", "version"),
-        (text.replace('"version": 1', '"version": 7'), "7"),
+        (text.replace(f'"version": {HARDWARE_VERSION}', '"version": 7'), "7"),
         (text.replace('"name"', '"nome"'), "name"),
         (text.replace('"op_seconds": 1e-06', '"op_seconds": -1'), "op_seconds"),
         (text.replace('"op_seconds": 1e-06', '"op_seconds": "soon"'), "op_seconds"),
         (text.replace('"kernel": "graph"', '"kernel": "other"'), "other"),
-        ('{"version": 1}', "Hardware"),
+        (text.replace('"native": false', '"native": "false"'), "native"),
+        (text.replace('"network": null', '"network": {"levels": []}'), "planes"),
+        (f'{{"version": {HARDWARE_VERSION}}}', "name"),
     ]:
         assert broken != text
         with pytest.raises(ValueError, match=r"Hardware\.from_json: expected") as caught:
             mc.Hardware.from_json(broken)
         assert words in str(caught.value)
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == HARDWARE_VERSION
+
+
+def test_the_example_file_is_a_preset_under_another_name() -> None:
+    hardware = mc.Hardware.from_toml(EXAMPLE)
+    assert dataclasses.replace(hardware, name="h200") == mc.Hardware.preset("h200")
+    assert mc.Hardware.from_json(hardware.to_json()) == hardware
+    assert mc.Hardware.from_toml(EXAMPLE.partition("[[network")[0]).network is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("op_seconds = 3e-6", "", "missing @ $.op_seconds"),
+        ("op_seconds = 3e-6", "op_second = 3e-6", "op_second)"),
+        ("op_seconds = 3e-6", "op_seconds = -3e-6", "Hardware.op_seconds: expected a positive"),
+        ("cache_bytes = 50_000_000", "cache_bytes = 0.5", "expected int, got 0.5 @ $.cache_bytes"),
+        ("[494.5e12, ", "[-494.5e12, ", "Rates.flops_per_second: expected 6 positive"),
+        ("latency_seconds = 14e-6", "", "missing @ $.network.levels[1].latency_seconds"),
+        ("latency_seconds = 14e-6", "latency_seconds = 0", "Level.latency_seconds of 'cluster': expected a positive"),
+        ("bytes_per_second = 450e9", "bytes_per_second = -1", "Level.bytes_per_second of 'node': expected a positive"),
+        ("ranks = 8", "ranks = 8.5", "expected int, got 8.5 @ $.network.levels[0].ranks"),
+        ("ranks = 8", "", "Level.ranks of 'node': expected a number"),
+        ('plane = "infiniband"', "", "missing @ $.network.levels[1].plane"),
+        ('plane = "infiniband"', 'plane = "ib"', "Level.plane of 'cluster': expected one of"),
+        ("max_queue_pairs = 4092", "max_queue_pairs = -1", "Plane.max_queue_pairs of 'infiniband'"),
+        ('device = "cuda"', "device = ", "unreadable text"),
+    ],
+)
+def test_a_wrong_figure_in_a_file_is_refused_by_its_field(old: str, new: str, words: str) -> None:
+    assert old in EXAMPLE
+    with pytest.raises(ValueError, match=r"^Hardware\.from_toml: expected") as caught:
+        mc.Hardware.from_toml(EXAMPLE.replace(old, new))
+    assert words in str(caught.value)
+
+
+def test_a_preset_has_a_network_and_a_measurement_has_none() -> None:
+    assert all(hardware.network is not None for hardware in PRESETS.values())
+    assert made().network is None
 
 
 def test_figures_are_frozen() -> None:
