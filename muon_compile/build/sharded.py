@@ -28,7 +28,7 @@ def agree_on_presence(
     masks = list(presence)
     agreed: Tensor | None = None
     for axes, buckets in plan.agreements():
-        place = next(places[i] for i, part in enumerate(plan.parts) if part.bucket == buckets[0])
+        place = _place(plan, axes, buckets[0], places)
         total = torch.cat([presence[i].to(torch.int32) for i in buckets])
         ranks = 1
         for _, size, sharded in axes:
@@ -41,6 +41,18 @@ def agree_on_presence(
         masks = [parts[buckets.index(i)] if i in buckets else mask for i, mask in enumerate(masks)]
     assert agreed is not None
     return [mask & agreed for mask in masks], agreed
+
+
+def _place(plan: Plan, axes: Sequence[tuple[str, int, bool]], bucket: int, places: Mapping[int, Place]) -> Place:
+    """Where this rank stands on the axes of a bucket's mesh: the place of some part that is exchanged there."""
+    layout, wanted = plan.buckets[bucket].layout, {axis for axis, _, _ in axes}
+    for index, place in places.items():
+        part = plan.parts[index]
+        exchange, other = part.exchange, plan.buckets[part.bucket].layout
+        assert exchange is not None and other is not None and layout is not None
+        if other.mesh == layout.mesh and wanted <= {exchange.shard_axis, other.replica_axis}:
+            return place
+    raise AssertionError(f"no part is exchanged over {sorted(wanted)}")
 
 
 def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> Phases:

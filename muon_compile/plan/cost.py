@@ -147,16 +147,16 @@ def _traffic_bytes(work: Work, form: Form, kernel: str, hardware: Hardware) -> f
     large_bytes, small_bytes = r * c * FLOAT_BYTES[kinds.dtype], r * r * FLOAT_BYTES[kinds.small_dtype]
     num = work.num_matrices
     if kernel == "native":
-        whole = 2 * large_bytes * _beyond(2 * num * large_bytes, hardware)
-        again = (2 * segments - 1) * large_bytes * _beyond(2 * large_bytes + 4 * small_bytes, hardware)
+        whole = 2 * large_bytes * beyond_cache(2 * num * large_bytes, hardware)
+        again = (2 * segments - 1) * large_bytes * beyond_cache(2 * large_bytes + 4 * small_bytes, hardware)
         return num * (whole + again)
     copied = 2 * r * c * FLOAT_BYTES[kinds.small_dtype] if kinds.small_dtype != kinds.dtype else 0
     traffic = 3 * large_bytes + segments * (large_bytes + copied + 3 * kinds.apply * large_bytes)
     traffic += small * kinds.inner * 4 * small_bytes
-    return num * traffic * _beyond(2 * num * (large_bytes + small_bytes), hardware)
+    return num * traffic * beyond_cache(2 * num * (large_bytes + small_bytes), hardware)
 
 
-def _beyond(working_bytes: int, hardware: Hardware) -> float:
+def beyond_cache(working_bytes: int, hardware: Hardware) -> float:
     """The fraction of a working set that does not fit into the cache."""
     return max(0.0, 1.0 - hardware.cache_bytes / max(working_bytes, 1))
 

@@ -19,6 +19,29 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 STRATEGY_NAMES: tuple[str, ...] = STRATEGIES
 # Each matrix is orthogonalized by one rank of the shard axis.
 OWNED = ("all_to_all", "gather_broadcast", "gather_scatter", "gram_scatter")
+# Every rank gets every whole matrix first, so memory bounds how many at once.
+GATHERS = ("all_gather", "gather_broadcast", "gather_scatter")
+# No rank sees a whole matrix: Grams are summed.
+GRAMS = ("gram_all_reduce", "gram_scatter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyChoice:
+    """A bucket's strategy and why.
+
+    Args:
+        name: The strategy.
+        reason: Why, in a few words.
+        seconds: Its predicted time for the bucket alone; None where it was asked for.
+        runner_up: What would have come next; None where nothing else can be used.
+        runner_up_seconds: Its predicted time.
+    """
+
+    name: Strategy
+    reason: str
+    seconds: float | None = None
+    runner_up: Strategy | None = None
+    runner_up_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,6 +199,13 @@ def default_hardware(device: str) -> Hardware:
     return PRESETS[names.get(device.split(":")[0], "cpu-2core")]
 
 
+def network_of(hardware: Hardware) -> Network:
+    """Its network, or where it has none that of the preset of its device type."""
+    network = hardware.network or default_hardware(hardware.device).network
+    assert network is not None
+    return network
+
+
 def _rates(kernel: Kernel, **by_dtype: tuple[float, ...]) -> tuple[Rates, ...]:
     return tuple(
         Rates(kernel=kernel, dtype=dtype, flops_per_second=tuple(rate * 1e9 for rate in rates))

@@ -11,7 +11,7 @@ from typing import Any
 import cattrs
 
 from muon_compile.config import AdamWConfig, MuonConfig
-from muon_compile.plan.exchange import Exchange
+from muon_compile.plan.exchange import Exchange, StrategyChoice
 from muon_compile.plan.forms import parse_form
 from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec, ShardLayout
 
@@ -36,7 +36,8 @@ class Bucket:
         view: How one parameter reads as matrices (Muon), else None.
         layout: How each of them lies on a mesh; None: this rank alone has them. In a rank's own plan (``localize``)
             shape and view are the shard's.
-        strategy: How matrices that lie on several ranks are made whole; None: the plan's.
+        strategy: How matrices that lie on several ranks are made whole; None where none does.
+        choice: Why this strategy.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Bucket:
     view: MatrixView | None
     layout: ShardLayout | None = None
     strategy: str | None = None
+    choice: StrategyChoice | None = None
 
     @property
     def size(self) -> int:
@@ -258,6 +260,19 @@ class Plan:
             buckets = found.setdefault((layout.mesh, axes), [])
             if part.bucket not in buckets:
                 buckets.append(part.bucket)
+        # Copies stay alike: what is not exchanged joins in, on meshes that agree on something anyway. Whole matrices of
+        # a rank's own (experts) may lack a gradient there alone, so only their copies have to agree.
+        for index, bucket in enumerate(self.buckets):
+            keys = [key for key in found if bucket.layout is not None and key[0] == bucket.layout.mesh]
+            if not keys or any(index in buckets for buckets in found.values()):
+                continue
+            assert bucket.layout is not None
+            replica, key = bucket.layout.replica_axis, max(keys, key=lambda key: len(key[1]))
+            if bucket.view is not None and bucket.layout.axis is not None:
+                if replica is None:
+                    continue
+                key = (key[0], ((replica, key[0].size(replica), False),))
+            found.setdefault(key, []).append(index)
         return [(axes, tuple(buckets)) for (_, axes), buckets in found.items()]
 
     def stretch(self, index: int) -> Stretch:
@@ -270,6 +285,8 @@ class Plan:
         data = _CONVERTER.unstructure(self)
         for item in (*data["batches"], *data["choices"]):
             del item["reason"]
+        for bucket in data["buckets"]:
+            del bucket["choice"]
         text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

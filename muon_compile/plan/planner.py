@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.plan.assemble import best_plan
 from muon_compile.plan.choose import choose_dtype, choose_form
 from muon_compile.plan.exchange import STRATEGY_NAMES
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, default_hardware
-from muon_compile.plan.localize import local_bucket, make_batches, needs_exchange
-from muon_compile.plan.plan import Batch, Bucket, FormChoice, Plan, Wave, find_choice, iteration_key, resolve_part
-from muon_compile.plan.sharding import exchanged_bytes, plan_exchanges, promised_collectives
-from muon_compile.plan.waves import cut_buckets, exchanged_temp_bytes, fill_waves, part_temp_bytes
+from muon_compile.plan.plan import Bucket, FormChoice, Plan, iteration_key
+from muon_compile.plan.sharding import Rules, rank_strategies
 from muon_compile.spec import MatrixSpec, MeshSpec, ShardLayout, chunk_sizes, matrix_view
 
 STRATEGIES = ("auto", *STRATEGY_NAMES)
@@ -43,8 +42,9 @@ def make_plan(
         config: Mathematics of Muon parameters whose spec has no config.
         adamw: Mathematics of AdamW parameters whose spec has no config.
         mesh: Mesh that specs without a layout lie on, as fully_shard cuts them; None: each rank has its own.
-        strategy: How matrices that lie on several ranks are made whole (``plan.exchange``): ``"auto"``, by bytes and
-            work, or one name for all whose spec names none. Without effect on matrices that lie on one rank.
+        strategy: How matrices that lie on several ranks are made whole (``plan.exchange``): ``"auto"``, bucket by
+            bucket the one predicted to be fastest, or one name for all whose spec names none. Without effect on
+            matrices that lie on one rank.
         ns: Iteration form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name
             (``plan.forms``), such as ``"standard"`` or ``"gram_split:2,3"``.
         exact: Stock operator order and roundings, in the standard form.
@@ -57,7 +57,8 @@ def make_plan(
             a fixed preset.
 
     Raises:
-        ValueError: No specs, a name twice, unknown strategy or form, shapes that do not fit their config.
+        ValueError: No specs, a name twice, unknown strategy or form, shapes that do not fit their config, or more
+            connections than the network's devices hold.
         NotImplementedError: A layout that the step does not know.
     """
     specs = tuple(specs)
@@ -75,63 +76,31 @@ def make_plan(
     if exact:
         _check_exact(resolved)
     buckets = _make_buckets(resolved)
-    native = hardware is not None and hardware.native and not exact
     choices = _choose(buckets, ns, exact, hardware)
-
-    def kernel_of(bucket: Bucket, rows: int) -> tuple[str, str]:
-        choice = find_choice(choices, bucket, rows)
-        return choice.form, choice.kernel
-
-    local = tuple(local_bucket(bucket, lambda _: 0) for bucket in buckets)  # the first rank has the most
-
-    def gather_bytes(index: int, share: Bucket) -> int:
-        return exchanged_bytes(replace(buckets[index], params=share.params), share.strategy or strategy, comm_dtype)
-
-    def temp_bytes(index: int, share: Bucket) -> int:
-        # What the CPU kernels' passes take; other dtypes go through the graph.
-        known = {share.dtype, share.grad_dtype, share.state_dtype} <= {"float32", "bfloat16"}
-        on_cpu = native and known and share.device.startswith("cpu")
-        if needs_exchange(buckets[index]):
-            return exchanged_temp_bytes(share, on_cpu) + gather_bytes(index, share)
-        return part_temp_bytes(share, kernel_of, on_cpu)
-
-    def weight(index: int, share: Bucket) -> int:
-        # Two bounds as one: what is gathered counts by how much more precious it is.
-        return max(temp_bytes(index, share), gather_bytes(index, share) * max_temp_bytes // max_gather_bytes)
-
-    cut = cut_buckets(local, max_temp_bytes, weight)
-    parts = plan_exchanges(
-        buckets,
-        cut,
-        choices,
+    rules = Rules(
         strategy=strategy,
         divide=replicas == "divide",
         comm_dtype=comm_dtype,
+        max_temp_bytes=max_temp_bytes,
+        max_gather_bytes=max_gather_bytes,
+        hardware_of=lambda device: _hardware_of(device, hardware),
         name_of=lambda bucket: resolved[bucket.params[0]].name,
     )
-    stretches = [resolve_part(local, part).bucket for part in parts]
-    sizes = [temp_bytes(part.bucket, share) for part, share in zip(parts, stretches, strict=True)]
-    weights = [weight(part.bucket, share) for part, share in zip(parts, stretches, strict=True)]
-    batches: list[Batch] = []
-    waves: list[Wave] = []
-    for wave in fill_waves(weights, max_temp_bytes):
-        made = make_batches(local, parts, wave, choices, len(batches))
-        which = tuple(range(len(batches), len(batches) + len(made)))
-        waves.append(Wave(parts=wave, batches=which, temp_bytes=sum(sizes[i] for i in wave)))
-        batches += made
-    plan = Plan(
+    native = hardware is not None and hardware.native and not exact
+    start = Plan(
         specs=resolved,
         buckets=buckets,
-        parts=parts,
+        parts=(),
         choices=choices,
-        batches=tuple(batches),
-        waves=tuple(waves),
+        batches=(),
+        waves=(),
         mesh=mesh or _mesh_of(resolved),
         strategy=strategy,
         exact=exact,
         native=native,
     )
-    return replace(plan, collectives=promised_collectives(plan))
+    rankings = rank_strategies(buckets, choices, rules)
+    return best_plan(start, rankings, rules)
 
 
 def _mesh_of(specs: Sequence[MatrixSpec]) -> MeshSpec:

@@ -4,27 +4,113 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import add
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
-from muon_compile.plan.exchange import OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, Strategy
+from muon_compile.plan.exchange import GRAMS, OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, StrategyChoice
 from muon_compile.plan.forms import parse_form
+from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
+from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
+from muon_compile.plan.select import Surroundings, rank_by_time, why_not, with_strategy
 from muon_compile.plan.strategies import (
-    choose_strategy,
-    feasible,
-    flops_of_rank,
+    flops_by_rank,
     gathers_results,
     owned_flops,
     phases,
 )
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
-# Gram strategies iterate on Grams alone: float32, all steps in one segment.
-_GRAM_FORM = "gram"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What decides a plan beside its buckets.
+
+    Args:
+        strategy: ``"auto"``, or one for all buckets that name none.
+        divide: Replicas share the work instead of repeating it.
+        comm_dtype: dtype on the wire; None: that of the products.
+        max_temp_bytes: Bound on the temporaries that are alive at once.
+        max_gather_bytes: Bound on what is gathered at once.
+        hardware_of: The machine's figures, by device.
+        name_of: A bucket's name for errors.
+    """
+
+    strategy: str
+    divide: bool
+    comm_dtype: str | None
+    max_temp_bytes: int
+    max_gather_bytes: int
+    hardware_of: Callable[[str], Hardware]
+    name_of: Callable[[Bucket], str]
+
+
+def rank_strategies(
+    buckets: Sequence[Bucket], choices: Sequence[FormChoice], rules: Rules
+) -> dict[int, tuple[StrategyChoice, ...]]:
+    """For every bucket whose matrices lie on several ranks the strategies that it can take, the best one first.
+
+    Raises:
+        ValueError: The strategy that was asked for cannot make a bucket's matrices whole, or the network can hold none;
+            says which and why.
+        NotImplementedError: A layout that no strategy knows.
+    """
+    drafts: dict[int, Exchange] = {}
+    for index, bucket in enumerate(buckets):
+        if not needs_exchange(bucket):
+            continue
+        assert bucket.layout is not None
+        if is_flat(bucket) and bucket.layout.dim != 0:
+            raise NotImplementedError(
+                f"Parameter {rules.name_of(bucket)!r}: expected a parameter that is read as one flat matrix to be "
+                f"sharded along dim 0, got dim {bucket.layout.dim} of {bucket.shape}."
+            )
+        draft = _draft(replace(bucket, strategy="all_gather"), choices, rules.divide, rules.comm_dtype)
+        if draft is not None:
+            drafts[index] = draft
+    totals: dict[MeshSpec, int] = {}
+    for index, draft in drafts.items():
+        mesh = _mesh_of(buckets[index])
+        totals[mesh] = totals.get(mesh, 0) + draft.num_units * unit_flops(draft, buckets[index])
+    shares = {i: unit_flops(draft, buckets[i]) / max(1, totals[_mesh_of(buckets[i])]) for i, draft in drafts.items()}
+    return {i: _rank(buckets[i], draft, shares[i], rules) for i, draft in drafts.items()}
+
+
+def _rank(bucket: Bucket, cut: Exchange, share: float, rules: Rules) -> tuple[StrategyChoice, ...]:
+    config, param, wanted = bucket.config, rules.name_of(bucket), bucket.strategy or rules.strategy
+    assert isinstance(config, MuonConfig)
+    for name in STRATEGIES:
+        if name != wanted:
+            continue
+        reason = why_not(cut, config, name)
+        if reason is not None:
+            raise ValueError(
+                f"Parameter {param!r}: strategy {name!r} cannot be used: {reason}. Expected another of "
+                f"{STRATEGY_NAMES}, or 'auto'."
+            )
+        return (StrategyChoice(name=name, reason="asked for"),)
+    mesh, hardware = _mesh_of(bucket), rules.hardware_of(bucket.device)
+    around = Surroundings(
+        groups={axis: Group.along(mesh, axis) for axis, _ in mesh.axes},
+        replicas=mesh.size(cut.replica_axis) if rules.divide and cut.replica_axis else 1,
+        hardware=hardware,
+        network=network_of(hardware),
+        max_gather_bytes=rules.max_gather_bytes,
+        share=share,
+    )
+    try:
+        return rank_by_time(cut, config, around)
+    except ValueError as error:
+        raise ValueError(f"Parameter {param!r}: {error}") from error
+
+
+def _mesh_of(bucket: Bucket) -> MeshSpec:
+    assert bucket.layout is not None
+    return bucket.layout.mesh
 
 
 def plan_exchanges(
@@ -32,29 +118,22 @@ def plan_exchanges(
     parts: Sequence[Part],
     choices: Sequence[FormChoice],
     *,
-    strategy: str,
     divide: bool,
     comm_dtype: str | None,
-    name_of: Callable[[Bucket], str],
 ) -> tuple[Part, ...]:
-    """The parts with their exchanges: a strategy each, and owners that balance Newton-Schulz work over all of them.
+    """The parts with their exchanges, and owners that balance Newton-Schulz work over all of them.
 
     Args:
-        buckets: The plan's buckets, with whole shapes.
+        buckets: The plan's buckets, with whole shapes and their strategies chosen.
         parts: Their parts.
         choices: Form and kernel of every kind of matrix.
-        strategy: ``"auto"``, or one for all matrices that lie on several ranks and whose bucket names none.
         divide: Replicas share the work instead of repeating it.
         comm_dtype: dtype on the wire; None: that of the products.
-        name_of: A bucket's name for errors.
-
-    Raises:
-        ValueError: The strategy cannot make a bucket's matrices whole; says which and why.
     """
     drafts: dict[int, Exchange] = {}
     for index, part in enumerate(parts):
         bucket = resolve_part(buckets, part).bucket
-        draft = _draft(bucket, choices, strategy, divide, comm_dtype, name_of)
+        draft = _draft(bucket, choices, divide, comm_dtype)
         if draft is not None:
             drafts[index] = draft
     worlds: dict[tuple[MeshSpec, str | None, str | None], list[int]] = {}
@@ -85,10 +164,8 @@ def plan_exchanges(
 def _draft(
     bucket: Bucket,
     choices: Sequence[FormChoice],
-    strategy: str,
     divide: bool,
     comm_dtype: str | None,
-    name_of: Callable[[Bucket], str],
 ) -> Exchange | None:
     """A part's exchange but for its owners; None where it needs none."""
     layout, config, view = bucket.layout, bucket.config, bucket.view
@@ -121,47 +198,11 @@ def _draft(
         if not divide or layout.replica_axis is None or not alike:
             return None
         return replace(own, num_units=units // len(layout.sizes)) if stacks else own
-    if is_flat(bucket) and layout.dim != 0:
-        raise NotImplementedError(
-            f"Parameter {name_of(bucket)!r}: expected a parameter that is read as one flat matrix to be sharded along "
-            f"dim 0, got dim {layout.dim} of {bucket.shape}."
-        )
+    assert not is_flat(bucket) or layout.dim == 0
     transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
     cut = replace(own, transposed=transposed, shard_axis=layout.axis, sizes=layout.sizes)
     cut = replace(cut, rows=cols, cols=rows) if transposed else cut
-    name = _strategy_of(cut, config, bucket.strategy or strategy, name_of(bucket))
-    gram = name in ("gram_all_reduce", "gram_scatter")
-    return replace(cut, strategy=name, form=_GRAM_FORM, kernel="graph") if gram else replace(cut, strategy=name)
-
-
-def _strategy_of(cut: Exchange, config: MuonConfig, strategy: str, param: str) -> Strategy:
-    """The strategy for units that are cut over ranks: chosen, or the one that was asked for.
-
-    Raises:
-        ValueError: That one cannot make them whole; names a parameter and says why.
-    """
-    rows, cols, sizes = cut.rows, cut.cols, cut.sizes
-    blocks_cut, relative_eps = bool(cut.blocks), config.eps == "relative"
-    for name in STRATEGIES:
-        if name != strategy:
-            continue
-        reason = feasible(name, rows=rows, cols=cols, sizes=sizes, blocks_cut=blocks_cut, relative_eps=relative_eps)
-        if reason is not None:
-            raise ValueError(
-                f"Parameter {param!r}: strategy {strategy!r} cannot be used: {reason}. Expected another of "
-                f"{STRATEGY_NAMES}, or 'auto'."
-            )
-        return name
-    return choose_strategy(
-        rows=rows,
-        cols=cols,
-        sizes=sizes,
-        num_units=cut.num_units,
-        comm_dtype=cut.comm_dtype,
-        blocks_cut=blocks_cut,
-        relative_eps=relative_eps,
-        native=cut.kernel == "native",
-    ).name
+    return next(with_strategy(cut, name) for name in STRATEGIES if name == bucket.strategy)
 
 
 def _form_of(bucket: Bucket, choices: Sequence[FormChoice]) -> tuple[str, str]:
@@ -185,13 +226,13 @@ def _owner_flops(exchange: Exchange, bucket: Bucket) -> int:
     return max(1, owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops(exchange, bucket)))
 
 
-def exchanged_bytes(bucket: Bucket, strategy: str, comm_dtype: str | None) -> int:
+def exchanged_bytes(bucket: Bucket, comm_dtype: str | None) -> int:
     """About what a bucket's whole matrices take on one rank while they are exchanged, in bytes."""
-    if not needs_exchange(bucket) or strategy.startswith("gram"):
+    if not needs_exchange(bucket) or bucket.strategy in GRAMS:
         return 0
     assert isinstance(bucket.config, MuonConfig) and bucket.layout is not None
     total = bucket.size * math.prod(bucket.shape) * FLOAT_BYTES[comm_dtype or bucket.config.ns_dtype]
-    return 2 * total // len(bucket.layout.sizes) if strategy == "all_to_all" else 2 * total
+    return 2 * total // len(bucket.layout.sizes) if bucket.strategy == "all_to_all" else 2 * total
 
 
 def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
@@ -217,15 +258,22 @@ def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) 
 def rank_flops(plan: Plan) -> list[int]:
     """Newton-Schulz FLOPs of every rank of the plan's mesh, for the parts that are exchanged there."""
     mesh = plan.mesh
-    loads = [0] * mesh.num_ranks
+    # A rank's index along an axis: its number over the stride, in turn over the axis.
+    strides = {axis: Group.along(mesh, axis).stride for axis, _ in mesh.axes}
+    tables: dict[tuple[str | None, str | None], list[list[int]]] = {}
     for part in plan.parts:
         exchange, layout = part.exchange, plan.buckets[part.bucket].layout
         if exchange is None or layout is None or layout.mesh != mesh:
             continue
-        each = unit_flops(exchange, plan.buckets[part.bucket])
+        rows = flops_by_rank(exchange, unit_flops(exchange, plan.buckets[part.bucket]))
+        axes = (exchange.replica_axis, exchange.shard_axis)
+        before = tables.get(axes)
+        tables[axes] = rows if before is None else [list(map(add, a, b)) for a, b in zip(before, rows, strict=True)]
+    loads = [0] * mesh.num_ranks
+    for (replica_axis, shard_axis), rows in tables.items():
         for rank in range(mesh.num_ranks):
-            at = mesh.coordinates(rank)
-            shard = at[exchange.shard_axis] if exchange.shard_axis else 0
-            replica = at[exchange.replica_axis] if exchange.replica_axis else 0
-            loads[rank] += flops_of_rank(exchange, each, shard, replica)
+            replica, shard = (
+                rank // strides[axis] % mesh.size(axis) if axis else 0 for axis in (replica_axis, shard_axis)
+            )
+            loads[rank] += rows[replica][shard]
     return loads

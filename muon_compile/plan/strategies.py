@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muon_compile.plan.assign import assign_runs
-from muon_compile.plan.exchange import OWNED, Exchange, Strategy, run_of
+from muon_compile.plan.exchange import OWNED, Exchange, Strategy
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec
-
-# rows / cols from which a Gram may be chosen: nearer to square it saves few FLOPs or none, and Q spans too much.
-GRAM_ASPECT = 2
-# Ranks from which on an all-to-all's messages, one for every other rank, are held to cost more than their bytes.
-MANY_RANKS = 64
 
 
 class _Run(NamedTuple):
@@ -276,93 +271,18 @@ def owned_flops(strategy: Strategy, rows: int, cols: int, unit_flops: int) -> in
     return unit_flops - min(unit_flops, 4 * rows * cols**2) if _ROWS[strategy].gram else unit_flops
 
 
-def flops_of_rank(exchange: Exchange, unit_flops: int, shard_rank: int, replica_rank: int) -> int:
-    """FLOPs of the iteration that one rank does, where a whole unit takes ``unit_flops``."""
-    run = _run(exchange, replica_rank, shard_rank)
-    whole = run.owned[shard_rank] if run.owned else run.units
+def flops_by_rank(exchange: Exchange, unit_flops: int) -> list[list[int]]:
+    """FLOPs of the iteration, where a whole unit takes ``unit_flops``: of every shard rank, a row per replica.
+
+    A single row where replicas repeat the work.
+    """
     own = owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops)
-    first, last = run_of(exchange.sizes, shard_rank)
     rows = max(exchange.rows, 1)
     # Cut where the rows are cut, so that the ranks' shares sum to the whole.
-    shared = (unit_flops - own) * last // rows - (unit_flops - own) * first // rows
-    return whole * own + run.units * shared
-
-
-class StrategyChoice(NamedTuple):
-    """A part's strategy, the reason in a few words, and what would have come next."""
-
-    name: Strategy
-    reason: str
-    runner_up: Strategy
-
-
-def choose_strategy(
-    *,
-    rows: int,
-    cols: int,
-    sizes: tuple[int, ...],
-    num_units: int,
-    comm_dtype: str = "bfloat16",
-    blocks_cut: bool = False,
-    relative_eps: bool = False,
-    native: bool = False,
-) -> StrategyChoice:
-    """Choose a strategy by bytes sent and by work done twice; latency and bandwidth are not asked.
-
-    1. One rank: ``local``.
-    2. Gram strategies where they are feasible, the unit is at least ``GRAM_ASPECT`` times as long as wide (then the
-       Gram form has fewer FLOPs, and the large products are shared by rows), and they send less than gather_scatter,
-       the cheapest strategy that gathers: ``gram_scatter``, or ``gram_all_reduce`` for a single unit. Not where whole
-       units would run on the CPU kernel (``native``): a Gram's float32 products took three times as long there.
-    3. A single unit: ``all_gather``.
-    4. ``all_to_all``, which sends the least, below ``MANY_RANKS`` ranks; from there on ``gather_scatter``.
-    """
-    ranks = len(sizes)
-    if ranks <= 1:
-        return StrategyChoice("local", "every rank holds whole units", "all_gather")
-    plain = _choose_plain(ranks, num_units)
-    gram: Strategy = "gram_scatter" if num_units > 1 else "gram_all_reduce"
-    against = feasible(gram, rows=rows, cols=cols, sizes=sizes, blocks_cut=blocks_cut, relative_eps=relative_eps)
-    if against is None and rows >= GRAM_ASPECT * cols and not native:
-        sent, other = (
-            sent_bytes(_even(name, rows, cols, sizes, num_units, comm_dtype), 0, 0) for name in (gram, "gather_scatter")
-        )
-        if sent < other:
-            less = f"Grams send {sent / other:.2f} of what gather_scatter would"
-            what = (
-                "shares all products" if gram == "gram_scatter" else "one unit, so no small product waits for another"
-            )
-            return StrategyChoice(gram, f"{less}; {what}", plain.name)
-    return plain
-
-
-def _choose_plain(ranks: int, num_units: int) -> StrategyChoice:
-    if num_units < 2:
-        reason = "one unit: with an owner the other ranks would only wait, and results would have to be sent"
-        return StrategyChoice("all_gather", reason, "gather_broadcast")
-    if ranks < MANY_RANKS:
-        reason = f"sends the least, and {ranks - 1} peers per rank are few"
-        return StrategyChoice("all_to_all", reason, "gather_scatter")
-    reason = f"{ranks} ranks: momenta around a ring, so that of all-to-all's two rounds of messages one is left"
-    return StrategyChoice("gather_scatter", reason, "gather_broadcast")
-
-
-def _even(
-    strategy: Strategy, rows: int, cols: int, sizes: tuple[int, ...], num_units: int, comm_dtype: str
-) -> Exchange:
-    """An exchange on one replica, its units shared out alone; the first rank then owns the most."""
-    return Exchange(
-        strategy=strategy,
-        num_units=num_units,
-        rows=rows,
-        cols=cols,
-        transposed=False,
-        shard_axis="shard",
-        sizes=sizes,
-        replica_axis=None,
-        replica_counts=(),
-        owner_counts=tuple(assign_runs([(num_units, 1)], len(sizes))),
-        comm_dtype=comm_dtype,
-        form="standard",
-        kernel="graph",
-    )
+    ends = [(unit_flops - own) * end // rows for end in itertools.accumulate(exchange.sizes, initial=0)]
+    shared = [last - first for first, last in itertools.pairwise(ends)]
+    made = []
+    for run in _runs(exchange):
+        whole = run.owned or (run.units,) * len(shared)
+        made.append([units * own + run.units * each for units, each in zip(whole, shared, strict=True)])
+    return made

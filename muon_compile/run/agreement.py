@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from muon_compile.lower.compiled import CompileError
+
+
+def check_groups(params: Iterable[Tensor]) -> None:
+    """Refuse a mesh whose groups have other ranks than it says: it knows them by name, and they were made anew.
+
+    Raises:
+        RuntimeError: Names the group, and the ranks.
+    """
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        at = mesh.get_coordinate() or ()
+        for axis in range(mesh.ndim if at else 0):
+            line = mesh.mesh[tuple(slice(None) if i == axis else c for i, c in enumerate(at))].tolist()
+            if len(line) == 1:
+                continue
+            group = mesh.get_group(axis)
+            ranks = dist.get_process_group_ranks(group)
+            if sorted(ranks) != sorted(line):
+                raise RuntimeError(
+                    f"The process group {group.group_name!r} of a parameter's mesh was made anew: expected ranks "
+                    f"{line}, got {ranks}; nothing has changed. Make mesh, model and optimizer anew."
+                )
 
 
 def from_first_rank(value: Any, groups: Sequence[ProcessGroup]) -> Any:
     """The value of the rank that is first in every group: figures that decide a plan must be the same everywhere."""
     for group in reversed(groups):
         box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        with _told(group):
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         value = box[0]
     return value
+
+
+@contextmanager
+def _told(group: ProcessGroup) -> Iterator[None]:
+    """Say what ranks were doing when talking about the plan failed; a backend knows of sockets only."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Planning the step with ranks {dist.get_process_group_ranks(group)} failed; nothing has changed here. "
+            "A rank is gone, or did not plan as well: what changes a plan (a parameter, a dtype, a config) must change "
+            f"on all ranks before the same step. {type(error).__name__}: {error}"
+        ) from error
 
 
 def compare(what: str, mine: str, detail: Sequence[str], groups: Sequence[ProcessGroup]) -> None:
@@ -36,7 +74,8 @@ def compare(what: str, mine: str, detail: Sequence[str], groups: Sequence[Proces
     problem: str | None = None
     for group in groups:
         rows: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, (mine, problem, list(detail) if problem is None else []), group=group)
+        with _told(group):
+            dist.all_gather_object(rows, (mine, problem, list(detail) if problem is None else []), group=group)
         # A problem found in one group travels on, so that nobody is left waiting in the next one.
         known = next((row[1] for row in rows if row[1] is not None), None)
         problem = problem or known or _difference(what, rows, group)
@@ -73,7 +112,8 @@ def exchange_outcomes(
         sequence = sequences.get(group.group_name, [])
         digest = hashlib.sha256("\n".join(sequence).encode()).hexdigest()
         rows: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, (digest, problem, list(sequence)), group=group)
+        with _told(group):
+            dist.all_gather_object(rows, (digest, problem, list(sequence)), group=group)
         known = next((row[1] for row in rows if row[1] is not None), None)
         problem = problem or known or _difference("order of collectives", rows, group)
     if error is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -43,6 +44,7 @@ class Binding:
 
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading = plan, reading
+        self._groups = [(group.group_name, group) for group in reading.meshes.groups()]
         self.places = self._places()
         local = localize(plan, self._coordinate)
         self.local = replace(local, collectives=promised_collectives(local, self.places))
@@ -91,6 +93,24 @@ class Binding:
                 replica_group=meshes.group(layout.mesh, replica).group_name if replica else "",
             )
         return places
+
+    def check_groups(self) -> None:
+        """Refuse groups made anew: a graph knows them by name, and the name may be other ranks' by now.
+
+        Raises:
+            RuntimeError: Some name is no longer that of the group that was bound.
+        """
+        for name, group in self._groups:
+            try:
+                found = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+            except (RuntimeError, LookupError, ValueError):
+                found = None
+            if found is not group:
+                raise RuntimeError(
+                    f"The process group {name!r} is gone or was made anew since this step was planned; nothing has "
+                    "changed. Where the parameters' mesh is still right call rebind() of the compiled step; else make "
+                    "mesh, model and step anew."
+                )
 
     def check_params(self) -> None:
         """Compare the live parameters with what was bound.
@@ -210,7 +230,7 @@ class Binding:
         self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig
     ) -> tuple[TracedStep, CompiledGraph]:
         spec, groups = self.input_spec(kind), self.reading.meshes.groups()
-        if not groups:
+        if not self.places:  # no collective, so which graph a rank needs, and when, is its own matter
             return lower_step(self.local, spec, inputs, run_step, self.places, backend, config)
         failure: Exception | None = None
         made: tuple[TracedStep, CompiledGraph] | None = None

@@ -25,7 +25,7 @@ from muon_compile.plan.hardware import PRESETS, SIDES, Hardware, Rates
 _LOG = logging.getLogger("muon_compile")
 HARDWARE_VARIABLE = "MUON_COMPILE_HARDWARE"
 # A change of what is measured, or how, is a new format.
-_FORMAT = 1
+_FORMAT = 2
 
 # Every figure is taken in rounds over all of them, and its best counts: other load rarely meets the same one each time.
 # It is over when two rounds in a row have bettered nothing by more than the step, or time is up.

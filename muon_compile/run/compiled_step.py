@@ -21,7 +21,7 @@ from muon_compile.lower.backends import check_backend
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.plan.planner import make_plan
-from muon_compile.run.agreement import compare, from_first_rank
+from muon_compile.run.agreement import check_groups, compare, from_first_rank
 from muon_compile.run.artifacts import write_artifacts
 from muon_compile.run.binding import Binding, Replan
 from muon_compile.run.calibrate import local_hardware
@@ -134,6 +134,8 @@ class CompiledStep:
                 f"An earlier step failed inside its kernels ({self._broken}), so parameters and state may be half "
                 "updated. Load parameters and optimizer.load_state_dict() from a checkpoint to go on."
             )
+        if self._binding is not None:
+            self._binding.check_groups()
         self._check_agreement()
         self.stats.host_launches = 0
         groups = live_groups(self.optimizers, self._adapters)
@@ -205,6 +207,7 @@ class CompiledStep:
         chooses = not self.config.exact and any(
             spec.algorithm == "muon" and spec.device.split(":")[0] == "cpu" for spec in reading.specs
         )
+        check_groups(reading.params)
         groups = reading.meshes.groups()
         if hardware is None and chooses and all(dist.get_rank(group) == 0 for group in groups):
             hardware = local_hardware()  # others take the first rank's: figures that decide a plan are the same for all
@@ -315,7 +318,8 @@ def compile_step(
         more: Further optimizers for the same graph. The joint step runs in the first one's ``step()``; the others'
             ``step()`` is then a checked no-op.
         backend: ``"inductor"``, or ``"aot_eager"`` to run the traced graph uncompiled.
-        strategy: How sharded matrices are made whole; on one rank ``"auto"`` and ``"local"`` are the same.
+        strategy: How sharded matrices are made whole; on one rank ``"auto"`` and ``"local"`` are the same. An entry
+            ``"strategy"`` of a parameter group goes before it.
         ns: Newton-Schulz form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name
             (``make_plan``).
         install: Replace ``optimizer.step``. If False, call the returned step instead.

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 import muon_compile as mc
 from muon_compile.build import gather, sharded
+from muon_compile.build.phases import Phases
 from muon_compile.plan.exchange import Place, run_of
 from muon_compile.run.binding import Binding
 from muon_compile.spec import MatrixSpec, MeshSpec
@@ -67,8 +67,13 @@ def one_replica_wrong() -> Any:
     """The ranks of the second replica move against everything: no shard of the first one shows it."""
     if dist.get_rank() < WORLD // 2:
         return contextlib.nullcontext()
-    right: Callable[..., Tensor] = sharded.run_exchange
-    return mock.patch.object(sharded, "run_exchange", lambda *args: -right(*args))
+    right: Callable[..., Phases] = sharded.run_exchange
+
+    def negated(*args: Any) -> Phases:
+        result = yield from right(*args)
+        return -result
+
+    return mock.patch.object(sharded, "run_exchange", negated)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

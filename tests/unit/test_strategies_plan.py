@@ -14,10 +14,9 @@ from muon_compile.plan import strategies
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange
 from muon_compile.plan.strategies import (
-    choose_strategy,
     collectives,
     feasible,
-    flops_of_rank,
+    flops_by_rank,
     gathered_bytes,
     gathers_results,
     owned_flops,
@@ -27,6 +26,13 @@ from muon_compile.plan.strategies import (
 from muon_compile.spec import chunk_sizes
 
 SHARDED = STRATEGY_NAMES[1:]
+
+
+def flops_of_rank(made: Exchange, unit_flops: int, shard: int, replica: int) -> int:
+    rows = flops_by_rank(made, unit_flops)
+    return rows[replica if made.replica_counts else 0][shard]
+
+
 GRAM = ("gram_all_reduce", "gram_scatter")
 
 
@@ -295,48 +301,6 @@ def test_work_of_a_rank() -> None:
     ]
     assert flops_of_rank(exchange("gram_all_reduce", shape, 4), flops, 3, 0) == 6 * (488 + 128)
     assert flops_of_rank(exchange("gram_all_reduce", shape, 4, replicas=2), flops, 3, 1) == 3 * (488 + 128)
-
-
-# -- choice ---------------------------------------------------------------------------------------------------------
-
-
-def chosen(shape: tuple[int, int, int], ranks: int, **changes: Any) -> tuple[str, str]:
-    num, rows, cols = shape
-    choice = choose_strategy(rows=rows, cols=cols, sizes=chunk_sizes(rows, ranks), num_units=num, **changes)
-    assert choice.reason
-    return choice.name, choice.runner_up
-
-
-def test_which_strategy_is_chosen() -> None:
-    assert chosen((6, 3072, 768), 1)[0] == "local"
-    assert chosen((12, 768, 768), 4) == ("all_to_all", "gather_scatter")
-    assert chosen((12, 768, 3072), 4) == ("all_to_all", "gather_scatter")
-    assert chosen((12, 768, 768), 63) == ("all_to_all", "gather_scatter")
-    assert chosen((12, 768, 768), 64) == ("gather_scatter", "gather_broadcast")
-    assert chosen((1, 768, 768), 4) == ("all_gather", "gather_broadcast")
-    assert chosen((32, 2048, 64), 4) == ("gram_scatter", "all_to_all")
-    assert chosen((256, 2048, 64), 256) == ("gram_scatter", "gather_scatter")
-    assert chosen((1, 2048, 64), 4) == ("gram_all_reduce", "all_gather")
-
-
-def test_grams_must_be_feasible_long_and_cheap() -> None:
-    tall = (32, 2048, 64)
-    assert chosen(tall, 4, blocks_cut=True)[0] == chosen(tall, 4, relative_eps=True)[0] == "all_to_all"
-    assert chosen((8, 2048, 1024), 4)[0] == "gram_scatter"
-    assert chosen((8, 2047, 1024), 4)[0] == "all_to_all"
-    # A unit for each of 16 ranks travels, however few there are: more bytes than the momenta of 10 in bfloat16.
-    assert chosen((2, 2048, 1024), 16)[0] == chosen((10, 2048, 1024), 16)[0] == "all_to_all"
-    assert chosen((10, 2048, 1024), 16, comm_dtype="float32")[0] == "gram_scatter"
-
-
-@given(st.integers(0, 20), st.integers(1, 64), st.integers(1, 64), st.integers(1, 80), st.booleans(), st.booleans())
-def test_a_choice_is_feasible(num: int, rows: int, cols: int, ranks: int, blocks_cut: bool, relative_eps: bool) -> None:
-    limits: dict[str, Any] = {"rows": rows, "cols": cols, "sizes": chunk_sizes(rows, ranks)}
-    limits |= {"blocks_cut": blocks_cut, "relative_eps": relative_eps}
-    choice = choose_strategy(num_units=num, **limits)
-    assert feasible(choice.name, **limits) is None
-    assert ranks == 1 or feasible(choice.runner_up, **limits) is None
-    assert choice == choose_strategy(num_units=num, **limits)
 
 
 def test_every_strategy_has_a_row() -> None:
