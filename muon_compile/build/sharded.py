@@ -45,14 +45,15 @@ def agree_on_presence(
 
 def _place(plan: Plan, axes: Sequence[tuple[str, int, bool]], bucket: int, places: Mapping[int, Place]) -> Place:
     """Where this rank stands on the axes of a bucket's mesh: the place of some part that is exchanged there."""
-    layout, wanted = plan.buckets[bucket].layout, {axis for axis, _, _ in axes}
+    layout = plan.buckets[bucket].layout
     for index, place in places.items():
         part = plan.parts[index]
         exchange, other = part.exchange, plan.buckets[part.bucket].layout
         assert exchange is not None and other is not None and layout is not None
-        if other.mesh == layout.mesh and wanted <= {exchange.shard_axis, other.replica_axis}:
+        known = all(axis == (exchange.shard_axis if sharded else other.replica_axis) for axis, _, sharded in axes)
+        if other.mesh == layout.mesh and known:
             return place
-    raise AssertionError(f"no part is exchanged over {sorted(wanted)}")
+    raise AssertionError(f"no part is exchanged over {axes}")
 
 
 def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> Phases:

@@ -6,6 +6,7 @@ every rank waits for the one that owns the most, so a stage's time is given by t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,11 @@ from muon_compile.config import MuonConfig
 from muon_compile.plan.cost import Cost, Work, beyond_cache, predict
 from muon_compile.plan.exchange import GRAMS, OWNED, Exchange
 from muon_compile.plan.forms import parse_form
-from muon_compile.plan.hardware import Hardware
-from muon_compile.plan.network import Group, Network
+from muon_compile.plan.hardware import Hardware, network_of
+from muon_compile.plan.network import Group
 from muon_compile.plan.strategies import phases
 from muon_compile.plan.traffic import CollectiveCost, fastest
-from muon_compile.spec import FLOAT_BYTES, CollectiveSpec
+from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
 # Operators around one collective: packing, the call, the wait, unpacking.
 _EXCHANGE_OPS = 4
@@ -67,18 +68,17 @@ def add(*costs: Cost) -> Cost:
     )
 
 
-def exchange_cost(
-    exchange: Exchange, config: MuonConfig, groups: Mapping[str, Group], hardware: Hardware, network: Network
-) -> ExchangeCost:
+@functools.lru_cache(maxsize=4096)
+def exchange_cost(exchange: Exchange, config: MuonConfig, mesh: MeshSpec, hardware: Hardware) -> ExchangeCost:
     """Predict a part's stages and collectives.
 
     Args:
         exchange: The part's.
         config: Its mathematics, ``ns_dtype`` resolved.
-        groups: The ranks of every mesh axis.
-        hardware: What a rank computes with.
-        network: What joins them.
+        mesh: The ranks.
+        hardware: What a rank computes with, and what joins them.
     """
+    network, groups = network_of(hardware), {axis: Group.along(mesh, axis) for axis, _ in mesh.axes}
     sent: list[tuple[tuple[CollectiveSpec, CollectiveCost], ...]] = [
         tuple((spec, fastest(spec.kind, spec.bytes_per_rank, groups[spec.axis], network)) for spec in phase)
         for phase in phases(exchange)
@@ -179,4 +179,4 @@ def _output_bytes(spec: CollectiveSpec, ranks: int) -> int:
 
 
 def _counts(exchange: Exchange) -> set[int]:
-    return {exchange.num_units, *(count for row in owned_units(exchange) for count in row)}
+    return {exchange.num_units}.union(*owned_units(exchange))

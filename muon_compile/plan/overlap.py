@@ -33,9 +33,7 @@ def _key(bucket: Bucket, part: Part, hardware_of: Callable[[str], Hardware]) -> 
     if exchange is None or layout is None:
         return 0, 0.0
     assert isinstance(bucket.config, MuonConfig)
-    hardware = hardware_of(bucket.device)
-    groups = {axis: Group.along(layout.mesh, axis) for axis, _ in layout.mesh.axes}
-    cost = exchange_cost(exchange, bucket.config, groups, hardware, network_of(hardware))
+    cost = exchange_cost(exchange, bucket.config, layout.mesh, hardware_of(bucket.device))
     sends = sum(sent.seconds for _, sent in cost.phases[0]) if cost.phases else 0.0
     computes = sum(
         max(stage.of(count).seconds for count in stage.by_owned) if stage.by_owned else stage.everyone.seconds

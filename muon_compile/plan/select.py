@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muon_compile.config import MuonConfig
@@ -11,11 +11,10 @@ from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import GATHERS, GRAMS, OWNED, STRATEGIES, Exchange, Strategy, StrategyChoice
 from muon_compile.plan.exchange_cost import ExchangeCost, exchange_cost
 from muon_compile.plan.forms import parse_form
-from muon_compile.plan.hardware import Hardware
-from muon_compile.plan.network import Group, Network
+from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.strategies import feasible, gathers_results
 from muon_compile.plan.traffic import open_connections, over_limit
-from muon_compile.spec import FLOAT_BYTES
+from muon_compile.spec import FLOAT_BYTES, MeshSpec
 
 # Gram strategies iterate on Grams alone: float32, all steps in one segment.
 _GRAM_FORM = "gram"
@@ -26,18 +25,16 @@ class Surroundings:
     """What a bucket's choice depends on beside the bucket.
 
     Args:
-        groups: The ranks of every axis of its mesh.
+        mesh: Its mesh.
         replicas: Ranks of the replica axis that divide units among them; 1 where none do.
-        hardware: What a rank computes with.
-        network: What joins the ranks.
+        hardware: What a rank computes with, and what joins the ranks.
         max_gather_bytes: Bound on what is gathered at once.
         share: Of all units' FLOPs in the world those of one unit of this bucket: no rank has less to do than that.
     """
 
-    groups: Mapping[str, Group]
+    mesh: MeshSpec
     replicas: int
     hardware: Hardware
-    network: Network
     max_gather_bytes: int
     share: float
 
@@ -83,7 +80,7 @@ def rank_by_time(cut: Exchange, config: MuonConfig, around: Surroundings) -> tup
         if why_not(cut, config, name) is not None or (name in GRAMS and not precise):
             continue
         candidate = _candidate(cut, name, around)
-        cost = exchange_cost(candidate, config, around.groups, around.hardware, around.network)
+        cost = exchange_cost(candidate, config, around.mesh, around.hardware)
         limit = _limit(cost, around)
         if limit is None:
             found.append((_seconds(candidate, cost, around), name))
@@ -145,4 +142,5 @@ def _seconds(candidate: Exchange, cost: ExchangeCost, around: Surroundings) -> f
 
 def _limit(cost: ExchangeCost, around: Surroundings) -> str | None:
     opened = [(spec.axis, sent) for phase in cost.phases for spec, sent in phase]
-    return over_limit(open_connections(opened, around.network), around.network)
+    network = network_of(around.hardware)
+    return over_limit(open_connections(opened, network), network)

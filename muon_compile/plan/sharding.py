@@ -12,7 +12,7 @@ from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import GRAMS, OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, StrategyChoice
 from muon_compile.plan.forms import parse_form
-from muon_compile.plan.hardware import Hardware, network_of
+from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
@@ -93,12 +93,11 @@ def _rank(bucket: Bucket, cut: Exchange, share: float, rules: Rules) -> tuple[St
                 f"{STRATEGY_NAMES}, or 'auto'."
             )
         return (StrategyChoice(name=name, reason="asked for"),)
-    mesh, hardware = _mesh_of(bucket), rules.hardware_of(bucket.device)
+    mesh = _mesh_of(bucket)
     around = Surroundings(
-        groups={axis: Group.along(mesh, axis) for axis, _ in mesh.axes},
+        mesh=mesh,
         replicas=mesh.size(cut.replica_axis) if rules.divide and cut.replica_axis else 1,
-        hardware=hardware,
-        network=network_of(hardware),
+        hardware=rules.hardware_of(bucket.device),
         max_gather_bytes=rules.max_gather_bytes,
         share=share,
     )

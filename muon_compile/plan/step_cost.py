@@ -7,6 +7,8 @@ collectives run while another's products do. Waves follow one another.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,11 +76,6 @@ class StepCost:
     def hidden_seconds(self) -> float:
         """Of the network's time what runs beside products."""
         return max(0.0, self.network_seconds - self.exposed_seconds)
-
-
-def groups_of(mesh: MeshSpec) -> dict[str, Group]:
-    """The ranks along every axis of a mesh."""
-    return {axis: Group.along(mesh, axis) for axis, _ in mesh.axes}
 
 
 def predict_step(plan: Plan, hardware: Hardware) -> StepCost:
@@ -177,7 +174,7 @@ class _Step:
     def _exchange(self, index: int, share: Bucket) -> ExchangeCost:
         exchange, mesh = self.plan.parts[index].exchange, _mesh(share)
         assert exchange is not None and mesh is not None and isinstance(share.config, MuonConfig)
-        return exchange_cost(exchange, share.config, groups_of(mesh), self.hardware, self.network)
+        return exchange_cost(exchange, share.config, mesh, self.hardware)
 
     def _stage(self, index: int, cost: ExchangeCost, number: int, owned: int, ready: float) -> float:
         name, stage = self.plan.buckets[self.plan.parts[index].bucket].name, cost.stages[number]
@@ -216,10 +213,10 @@ def _busiest(parts: Sequence[tuple[ExchangeCost, list[tuple[int, ...]]]]) -> lis
     """
     worlds: dict[tuple[int, int], list[float]] = {}
     for cost, rows in parts:
-        loads = worlds.setdefault((len(rows), len(rows[0])), [0.0] * (len(rows) * len(rows[0])))
-        seconds = {count: sum(s.of(count).seconds for s in cost.stages) for count in {c for row in rows for c in row}}
-        for rank, count in enumerate(count for row in rows for count in row):
-            loads[rank] += seconds[count]
+        shape = (len(rows), len(rows[0]))
+        seconds = {count: sum(s.of(count).seconds for s in cost.stages) for count in set().union(*rows)}
+        own = [seconds[count] for row in rows for count in row] if len(seconds) > 1 else [0.0] * math.prod(shape)
+        worlds[shape] = list(map(operator.add, worlds[shape], own)) if shape in worlds else own
     busiest = {shape: loads.index(max(loads)) for shape, loads in worlds.items()}
     found = []
     for _, rows in parts:

@@ -188,7 +188,9 @@ def feasible(
 def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
     start, stop = exchange.replica_run(replica)
     owned = exchange.owned(replica) if exchange.strategy in OWNED else ()
-    return _Run(exchange, stop - start, owned, tuple(i for i, units in enumerate(owned) if units), rank)
+    broadcasts = exchange.strategy == "gather_broadcast" and not exchange.gathers_results
+    broadcasters = tuple(i for i, units in enumerate(owned) if units) if broadcasts else ()
+    return _Run(exchange, stop - start, owned, broadcasters, rank)
 
 
 def _phases(run: _Run) -> list[list[_Transfer]]:
@@ -277,12 +279,14 @@ def flops_by_rank(exchange: Exchange, unit_flops: int) -> list[list[int]]:
     A single row where replicas repeat the work.
     """
     own = owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops)
-    rows = max(exchange.rows, 1)
-    # Cut where the rows are cut, so that the ranks' shares sum to the whole.
-    ends = [(unit_flops - own) * end // rows for end in itertools.accumulate(exchange.sizes, initial=0)]
-    shared = [last - first for first, last in itertools.pairwise(ends)]
+    shards, rows = len(exchange.sizes), max(exchange.rows, 1)
+    shared = [0] * shards
+    if own != unit_flops:
+        # Cut where the rows are cut, so that the ranks' shares sum to the whole.
+        ends = [(unit_flops - own) * end // rows for end in itertools.accumulate(exchange.sizes, initial=0)]
+        shared = [last - first for first, last in itertools.pairwise(ends)]
     made = []
     for run in _runs(exchange):
-        whole = run.owned or (run.units,) * len(shared)
+        whole = run.owned or (run.units,) * shards
         made.append([units * own + run.units * each for units, each in zip(whole, shared, strict=True)])
     return made

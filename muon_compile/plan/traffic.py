@@ -23,6 +23,7 @@ ring of many ranks by the latencies of all levels along it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class CollectiveCost:
     connections: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=65536)
 def collective_cost(
     kind: str, bytes_per_rank: int, group: Group, network: Network, algorithm: Algorithm
 ) -> CollectiveCost:

@@ -221,6 +221,31 @@ def test_dividing_over_replicas_adds_one_gather(strategy: Strategy) -> None:
             assert found == EXPECTED[strategy] + results_of(case, replica) + added, (name, rank)
 
 
+@pytest.mark.parametrize(("device", "side_by_side"), [("cuda", True), ("cpu", False)])
+def test_products_run_while_other_parts_send(device: str, side_by_side: bool) -> None:
+    """Every first collective starts before the work meanwhile, and that before anything is waited for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    case = cases("all_to_all")["even"]
+    place = case.place(0)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        parts = [run_exchange(y, case.exchange, place, doubled, doubled) for y in (x, x + 1)]
+        results, alone = run_side_by_side(parts, lambda: x.sin())
+        return (*results, alone)
+
+    with torch.no_grad(), FakeTensorMode():
+        graph = make_fx(step)(torch.empty(case.shard(0).shape, device=device))
+    names = [str(n.target).split(".")[1] for n in graph.graph.nodes if n.op == "call_function"]
+    found = [name for name in names if name in ("all_to_all_single", "wait_tensor", "sin")]
+    sent, came = "all_to_all_single", "wait_tensor"
+    if side_by_side:
+        assert found == [sent, sent, "sin", came, sent, came, sent, came, came]
+    else:
+        assert found == [sent, came, sent, came, "sin", sent, came, sent, came]
+
+
 # What both Inductor and TorchAir 2.13 lower, of what strategies need around the products.
 LOWERED = {
     *(
