@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from muon_compile.lower.compiled import CompileError
     from muon_compile.optim import Muon
     from muon_compile.plan.hardware import Hardware
+    from muon_compile.plan.models import model_specs
     from muon_compile.plan.plan import Plan
     from muon_compile.plan.planner import make_plan
+    from muon_compile.plan.simulate import simulate
     from muon_compile.route import route
     from muon_compile.run.compiled_step import CompiledStep, compile_step
     from muon_compile.run.stats import StepStats
@@ -44,9 +46,11 @@ _HOMES = {
     "init_state": "build.pure",
     "inspect_params": "layout",
     "make_plan": "plan.planner",
+    "model_specs": "plan.models",
     "register_adapter": "adapters",
     "register_symmetric_kernel": "build.symmetric",
     "route": "route",
+    "simulate": "plan.simulate",
     "verify": "verification.verify",
 }
 
@@ -69,9 +73,11 @@ __all__ = [
     "init_state",
     "inspect_params",
     "make_plan",
+    "model_specs",
     "register_adapter",
     "register_symmetric_kernel",
     "route",
+    "simulate",
     "verify",
 ]
 

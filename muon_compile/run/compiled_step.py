@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -20,15 +19,13 @@ from muon_compile.layout import replicate_group
 from muon_compile.lower.backends import check_backend
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
-from muon_compile.plan.planner import make_plan
-from muon_compile.run.agreement import check_groups, compare, from_first_rank
 from muon_compile.run.artifacts import write_artifacts
 from muon_compile.run.binding import Binding, Replan
-from muon_compile.run.calibrate import local_hardware
 from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
+from muon_compile.run.planning import Wishes, hardware_named, plan_reading
 from muon_compile.run.reading import Names, config_key, find_adapters, live_groups, name_table, read_optimizers
 from muon_compile.run.stats import StepStats
 
@@ -55,20 +52,20 @@ class CompiledStep:
         names: Names,
         config: CompileConfig,
         check_compiler: bool = True,
-        hardware: Hardware | None = None,
+        hardware: Hardware | Literal["auto"] | None = None,
         replicate: ProcessGroup | None = None,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.config = config
         self.stats = StepStats()
         self._adapters = find_adapters(optimizers)
-        self._backend, self._strategy, self._ns = backend, strategy, ns
-        self._names, self._hardware, self._replicate = name_table(names), hardware, replicate
+        self._backend, self._wishes = backend, Wishes(strategy=strategy, ns=ns, config=config, hardware=hardware)
+        self._names, self._replicate = name_table(names), replicate
         self._binding: Binding | None = None
         self._broken: str | None = None
         reading = read_optimizers(self.optimizers, self._adapters, self._names, replicate=replicate)
         check_backend(backend, {spec.device for spec in reading.specs} if check_compiler else ())
-        self._make_plan(reading)  # what it refuses is refused here, before anything changes
+        plan_reading(reading, self._wishes)  # what it refuses is refused here, before anything changes
         if not any(p.device.type == "meta" for p in reading.params):
             self._bind()
         if config.keep_memory and any(spec.device.startswith("cpu") for spec in reading.specs):
@@ -202,38 +199,6 @@ class CompiledStep:
             self.adopt(binding.state.current())
         return binding
 
-    def _make_plan(self, reading: Any) -> Plan:
-        hardware = self._hardware
-        chooses = not self.config.exact and any(
-            spec.algorithm == "muon" and spec.device.split(":")[0] == "cpu" for spec in reading.specs
-        )
-        check_groups(reading.params)
-        groups = reading.meshes.groups()
-        if hardware is None and chooses and all(dist.get_rank(group) == 0 for group in groups):
-            hardware = local_hardware()  # others take the first rank's: figures that decide a plan are the same for all
-        if groups:
-            hardware = from_first_rank(hardware, groups)
-        plan = make_plan(
-            reading.specs,
-            strategy=self._strategy,
-            ns=self._ns,
-            exact=self.config.exact,
-            replicas=self.config.replicas,
-            comm_dtype=self.config.comm_dtype,
-            max_temp_bytes=self.config.max_temp_bytes,
-            max_gather_bytes=self.config.max_gather_bytes,
-            hardware=hardware,
-        )
-        if plan.temp_bytes > self.config.max_temp_bytes:
-            _LOG.warning(
-                "a step's temporaries take %d bytes at once, more than max_temp_bytes=%d: a single matrix is never cut",
-                plan.temp_bytes,
-                self.config.max_temp_bytes,
-            )
-        if groups:
-            compare("plan", plan.digest, [str(spec) for spec in plan.specs], groups)
-        return plan
-
     @torch.no_grad()
     def _bind(self) -> Binding:
         """Read the optimizers, plan, and take their state over. An unchanged plan keeps its compiled graphs."""
@@ -244,7 +209,7 @@ class CompiledStep:
                 "The plan needs real parameters, and some are still on the meta device; "
                 "materialize the model (model.to_empty(device=...)) first."
             )
-        binding = Binding(self._make_plan(reading), reading, self.optimizers)
+        binding = Binding(plan_reading(reading, self._wishes), reading, self.optimizers)
         binding.state.adopt(binding.state.current())
         binding.state.attach()
         if self._binding is not None:
@@ -309,7 +274,7 @@ def compile_step(
     names: Names = None,
     groups: Mapping[str, str | ProcessGroup] | None = None,
     config: CompileConfig | None = None,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
 ) -> CompiledStep:
     """Compile the whole step of an optimizer into one graph, which ``optimizer.step()`` then runs with one call.
 
@@ -328,9 +293,10 @@ def compile_step(
         groups: ``{"replicate": group}``, a process group or its name, where plain parameters are copies on several
             ranks (DDP): these share the Newton-Schulz work. Sharded parameters bring their groups along.
         config: What is about compiling.
-        hardware: Figures that decide forms and kernels. None: a CPU is measured once (two seconds) and its figures
-            are kept in the cache directory; ``MUON_COMPILE_HARDWARE``, a preset's name or the path of a file, goes
-            before that.
+        hardware: Figures that decide strategies, forms and kernels, or a preset's name. None: a CPU is measured once
+            (two seconds) and its figures are kept in the cache directory, unless ``MUON_COMPILE_HARDWARE`` names a
+            preset or a file; accelerators and networks take the preset of their kind. ``"auto"``: the network among the
+            ranks is measured too.
 
     Returns:
         The step. It compiles when it first runs.
@@ -346,10 +312,6 @@ def compile_step(
             f"compile_step: config: expected a CompileConfig, got {type(config).__name__}; a MuonConfig belongs to the "
             "optimizer (muon_compile.Muon(..., config=...))."
         )
-    if hardware is not None and not isinstance(hardware, Hardware):
-        raise TypeError(
-            f"compile_step: hardware: expected a Hardware, got {hardware!r}; Hardware.preset(name) makes one by name."
-        )
     replicate = replicate_group(groups or {})
     step = CompiledStep(
         (optimizer, *more),
@@ -358,7 +320,7 @@ def compile_step(
         ns=ns,
         names=names,
         config=config or CompileConfig(),
-        hardware=hardware,
+        hardware=hardware if hardware is None or isinstance(hardware, Hardware) else hardware_named(hardware),
         replicate=replicate,
     )
     step._tell_owners(step)
