@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
-from muon_compile.plan.exchange import OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, Strategy
+from muon_compile.plan.exchange import OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, Strategy, default_node_size
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
@@ -27,6 +28,15 @@ from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 _GRAM_FORM = "gram"
 
 
+class _Wishes(NamedTuple):
+    """What was asked for, for all parts; ``plan_exchanges`` has the meanings."""
+
+    strategy: str
+    divide: bool
+    comm_dtype: str | None
+    node_size: int | None
+
+
 def plan_exchanges(
     buckets: Sequence[Bucket],
     parts: Sequence[Part],
@@ -36,6 +46,7 @@ def plan_exchanges(
     divide: bool,
     comm_dtype: str | None,
     name_of: Callable[[Bucket], str],
+    node_size: int | None = None,
 ) -> tuple[Part, ...]:
     """The parts with their exchanges: a strategy each, and owners that balance Newton-Schulz work over all of them.
 
@@ -47,14 +58,16 @@ def plan_exchanges(
         divide: Replicas share the work instead of repeating it.
         comm_dtype: dtype on the wire; None: that of the products.
         name_of: A bucket's name for errors.
+        node_size: Ranks of a node, for hierarchical_all_to_all; None: ``default_node_size`` of the shard axis.
 
     Raises:
         ValueError: The strategy cannot make a bucket's matrices whole; says which and why.
     """
+    wishes = _Wishes(strategy, divide, comm_dtype, node_size)
     drafts: dict[int, Exchange] = {}
     for index, part in enumerate(parts):
         bucket = resolve_part(buckets, part).bucket
-        draft = _draft(bucket, choices, strategy, divide, comm_dtype, name_of)
+        draft = _draft(bucket, choices, wishes, name_of)
         if draft is not None:
             drafts[index] = draft
     worlds: dict[tuple[MeshSpec, str | None, str | None], list[int]] = {}
@@ -83,12 +96,7 @@ def plan_exchanges(
 
 
 def _draft(
-    bucket: Bucket,
-    choices: Sequence[FormChoice],
-    strategy: str,
-    divide: bool,
-    comm_dtype: str | None,
-    name_of: Callable[[Bucket], str],
+    bucket: Bucket, choices: Sequence[FormChoice], wishes: _Wishes, name_of: Callable[[Bucket], str]
 ) -> Exchange | None:
     """A part's exchange but for its owners; None where it needs none."""
     layout, config, view = bucket.layout, bucket.config, bucket.view
@@ -110,7 +118,7 @@ def _draft(
         replica_axis=layout.replica_axis,
         replica_counts=(),
         owner_counts=(),
-        comm_dtype=comm_dtype or config.ns_dtype,
+        comm_dtype=wishes.comm_dtype or config.ns_dtype,
         form=form,
         kernel=kernel,
         blocks=blocks if len(blocks) > 1 else (),
@@ -118,7 +126,7 @@ def _draft(
     if not needs_exchange(bucket):
         stacks = layout.dim is not None and cut_between_stacks(bucket, layout)
         alike = layout.dim is None or (stacks and len(set(layout.sizes)) == 1)
-        if not divide or layout.replica_axis is None or not alike:
+        if not wishes.divide or layout.replica_axis is None or not alike:
             return None
         return replace(own, num_units=units // len(layout.sizes)) if stacks else own
     if is_flat(bucket) and layout.dim != 0:
@@ -129,12 +137,13 @@ def _draft(
     transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
     cut = replace(own, transposed=transposed, shard_axis=layout.axis, sizes=layout.sizes)
     cut = replace(cut, rows=cols, cols=rows) if transposed else cut
-    name = _strategy_of(cut, config, bucket.strategy or strategy, name_of(bucket))
-    gram = name in ("gram_all_reduce", "gram_scatter")
-    return replace(cut, strategy=name, form=_GRAM_FORM, kernel="graph") if gram else replace(cut, strategy=name)
+    nodes = default_node_size(len(layout.sizes)) if wishes.node_size is None else wishes.node_size
+    name = _strategy_of(cut, config, bucket.strategy or wishes.strategy, nodes, name_of(bucket))
+    made = replace(cut, strategy=name, node_size=nodes if name == "hierarchical_all_to_all" else 0)
+    return replace(made, form=_GRAM_FORM, kernel="graph") if name in ("gram_all_reduce", "gram_scatter") else made
 
 
-def _strategy_of(cut: Exchange, config: MuonConfig, strategy: str, param: str) -> Strategy:
+def _strategy_of(cut: Exchange, config: MuonConfig, strategy: str, node_size: int, param: str) -> Strategy:
     """The strategy for units that are cut over ranks: chosen, or the one that was asked for.
 
     Raises:
@@ -145,7 +154,15 @@ def _strategy_of(cut: Exchange, config: MuonConfig, strategy: str, param: str) -
     for name in STRATEGIES:
         if name != strategy:
             continue
-        reason = feasible(name, rows=rows, cols=cols, sizes=sizes, blocks_cut=blocks_cut, relative_eps=relative_eps)
+        reason = feasible(
+            name,
+            rows=rows,
+            cols=cols,
+            sizes=sizes,
+            blocks_cut=blocks_cut,
+            relative_eps=relative_eps,
+            node_size=node_size,
+        )
         if reason is not None:
             raise ValueError(
                 f"Parameter {param!r}: strategy {strategy!r} cannot be used: {reason}. Expected another of "
@@ -191,7 +208,7 @@ def exchanged_bytes(bucket: Bucket, strategy: str, comm_dtype: str | None) -> in
         return 0
     assert isinstance(bucket.config, MuonConfig) and bucket.layout is not None
     total = bucket.size * math.prod(bucket.shape) * FLOAT_BYTES[comm_dtype or bucket.config.ns_dtype]
-    return 2 * total // len(bucket.layout.sizes) if strategy == "all_to_all" else 2 * total
+    return 2 * total // len(bucket.layout.sizes) if strategy.endswith("all_to_all") else 2 * total
 
 
 def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:

@@ -219,6 +219,7 @@ class CompiledStep:
             comm_dtype=self.config.comm_dtype,
             max_temp_bytes=self.config.max_temp_bytes,
             max_gather_bytes=self.config.max_gather_bytes,
+            node_size=self.config.node_size,
             hardware=hardware,
         )
         if plan.temp_bytes > self.config.max_temp_bytes:

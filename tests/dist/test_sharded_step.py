@@ -34,6 +34,7 @@ pytestmark = pytest.mark.dist
 
 HSDP = (2, 2)
 BIT_EQUAL = ("auto", "all_gather", "all_to_all", "gather_broadcast", "gather_scatter")
+HIERARCHICAL = "hierarchical_all_to_all"
 SMALL = {name: MATRICES[name] for name in ("even", "even_too", "five", "vector")}
 
 
@@ -68,7 +69,7 @@ def updates(outcome: Outcome, job: Job) -> dict[str, Tensor]:
 # -- the same as one process ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", BIT_EQUAL)
+@pytest.mark.parametrize("strategy", [*BIT_EQUAL, HIERARCHICAL])
 def test_fsdp_is_one_process_bit_for_bit(ranks: Ranks, strategy: str) -> None:
     job = Job(shapes={k: v for k, v in MATRICES.items() if "cols" not in k}, strategy=strategy)
     outcomes = ranks.run(train, job)
