@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -129,6 +130,22 @@ def test_what_is_sent_and_held_is_what_the_plan_says(exchange: Exchange) -> None
         assert groups == [node, peers, peers, node]
 
 
+def test_every_replica_has_its_own_units() -> None:
+    owners = ((3, 0, 0, 0), (0, 0, 1, 1))
+    both = dataclasses.replace(
+        exchange_of(2, [2, 1, 1, 0], [5, 0, 0, 0], 3),
+        replica_axis="replica",
+        replica_counts=(3, 2),
+        owner_counts=owners,
+    )
+    for replica, owned in enumerate(owners):
+        alone = exchange_of(2, [2, 1, 1, 0], list(owned), 3)
+        assert promised_collectives(both, replica)[:4] == promised_collectives(alone)
+        for rank, size in enumerate(both.sizes):
+            back = 3 * size * 3 * 4  # a gather of two, padded to 3 units
+            assert sent_bytes(both, rank, replica) == sent_bytes(alone, rank, 0) + back
+
+
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +211,13 @@ def test_a_plan_takes_the_node_size_and_says_why_it_cannot() -> None:
         node_size=3,
     )
     assert others.parts[0].exchange is not None and others.parts[0].exchange.node_size == 0
+
+
+def test_a_plan_over_nodes_holds_as_much_as_an_all_to_all() -> None:
+    specs = [mc.MatrixSpec(name=f"w{i}", shape=(64, 16)) for i in range(8)]
+    mesh = mc.MeshSpec(axes=(("shard", 8),))
+    held = {name: mc.make_plan(specs, mesh=mesh, strategy=name).temp_bytes for name in (NODES, "all_to_all")}
+    assert held[NODES] == held["all_to_all"] < mc.make_plan(specs, mesh=mesh, strategy="all_gather").temp_bytes
 
 
 def test_a_plan_over_nodes_is_described() -> None:
