@@ -242,6 +242,8 @@ class CompileConfig:
         max_gather_bytes: The same bound for what is gathered from other ranks.
         replicas: Ranks that hold copies of a parameter ``"divide"`` the Newton-Schulz work, or ``"repeat"`` it.
         comm_dtype: dtype of momenta and results on the wire; None takes that of the products. Grams go in float32.
+        node_size: Consecutive ranks of a shard axis that are a node to ``"hierarchical_all_to_all"``; None: as many as
+            leave a rank the fewest peers.
         check: When a disagreement of ranks on which gradients are there is raised: ``"sync"`` in the step itself, or
             ``"async"`` at the beginning of the next one, so that the host need not wait for the device.
         inductor_route: ``"inner"`` hands the traced graph straight to Inductor; ``"standalone"`` goes through the
@@ -260,6 +262,7 @@ class CompileConfig:
     max_gather_bytes: int = 1024**3
     replicas: Literal["divide", "repeat"] = "divide"
     comm_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    node_size: int | None = None
     check: Literal["async", "sync"] = "async"
     inductor_route: Literal["inner", "standalone"] = "inner"
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
@@ -271,6 +274,8 @@ class CompileConfig:
         _flag(me, "exact", self.exact)
         _choice(me, "replicas", self.replicas, ("divide", "repeat"))
         _choice(me, "comm_dtype", self.comm_dtype, (None, "bfloat16", "float16", "float32", "float64"))
+        ok = self.node_size is None or _is_positive_int(self.node_size)
+        _expect(me, "node_size", self.node_size, "a positive number of ranks, or None", ok)
         _choice(me, "check", self.check, ("async", "sync"))
         ok = _is_positive_int(self.max_gather_bytes)
         _expect(me, "max_gather_bytes", self.max_gather_bytes, "a positive number of bytes", ok)

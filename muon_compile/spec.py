@@ -103,7 +103,7 @@ class CollectiveSpec:
 
     Args:
         kind: The functional operator's name, such as ``all_gather_into_tensor``.
-        axis: Mesh axis it runs over.
+        axis: Mesh axis it runs over; ``"shard/node"`` the ranks of one node of it, ``"shard/peers"`` one rank of each.
         bytes_per_rank: Payload that each rank contributes, in bytes.
     """
 

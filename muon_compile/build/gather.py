@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_compile.build import collectives
-from muon_compile.build.all_to_all import return_rows, returned_rows
+from muon_compile.build.all_to_all import return_rows, returned_rows, shard_crowd
 from muon_compile.build.phases import Phases, Solve
 from muon_compile.plan.exchange import Exchange, Place, run_of
 
@@ -46,9 +46,10 @@ def gather_scatter(x: Tensor, exchange: Exchange, place: Place, whole: Solve) ->
     """Each owner orthogonalizes its units and sends each rank its rows of them."""
     units = yield from _gather_units(x, exchange, place)
     first, last = run_of(exchange.owned(0), place.shard_rank)
-    rows = return_rows(whole(units[first:last]), exchange, place)
+    crowd = shard_crowd(exchange, place)
+    rows = return_rows(whole(units[first:last]), crowd)
     yield
-    return returned_rows(rows, exchange, place)
+    return returned_rows(rows, crowd)
 
 
 def _gather_units(x: Tensor, exchange: Exchange, place: Place) -> Phases:

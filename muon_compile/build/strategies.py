@@ -2,7 +2,8 @@
 
 Every rank of a group issues the same collectives in the same order, one that owns nothing too. Their number, over the
 shard axis: ``all_gather`` and ``gram_all_reduce`` 1, ``gather_scatter``, ``all_to_all`` and ``gram_scatter`` 2,
-``gather_broadcast`` 2, or 1 and one per owner that has units; over the replica axis 1 where replicas divide the units.
+``hierarchical_all_to_all`` 4, ``gather_broadcast`` 2, or 1 and one per owner that has units; over the replica axis 1
+where replicas divide the units.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from muon_compile.build import all_to_all, gather, gram, replicas
+from muon_compile.build import all_to_all, gather, gram, hierarchical, replicas
 from muon_compile.build.phases import Phases, Solve
 from muon_compile.plan.exchange import Exchange, Place, Strategy
 
@@ -30,6 +31,7 @@ WHOLE: dict[Strategy, _Run] = {
     "all_to_all": all_to_all.all_to_all,
     "gather_broadcast": gather.gather_broadcast,
     "gather_scatter": gather.gather_scatter,
+    "hierarchical_all_to_all": hierarchical.hierarchical_all_to_all,
 }
 GRAM: dict[Strategy, _Run] = {
     "gram_all_reduce": gram.gram_all_reduce,

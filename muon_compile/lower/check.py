@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Node
 
 from muon_compile.lower.trace import TracedStep
+from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Plan
 from muon_compile.spec import CollectiveSpec
 
@@ -22,8 +25,14 @@ def found_collectives(traced: TracedStep) -> list[str]:
     return kinds
 
 
-def collective_lines(traced: TracedStep) -> dict[str, list[str]]:
-    """The graph's collectives by group name, a line each: kind, elements where all ranks have as many, dtype, root."""
+def collective_lines(traced: TracedStep, places: Sequence[Place] = ()) -> dict[str, list[str]]:
+    """The graph's collectives by group name, a line each: kind, elements where all ranks have as many, dtype, root.
+
+    Those of a node, or of one rank of each node, are lines of the shard group that divides into nodes: all of its ranks
+    issue alike ones.
+    """
+    parts = {place.node_group: (place.shard_group, " within the node") for place in places}
+    parts |= {place.peer_group: (place.shard_group, " between nodes") for place in places}
     lines: dict[str, list[str]] = {}
     for node in traced.graph.graph.nodes:
         namespace, _, name = str(node.target).partition(".")
@@ -33,7 +42,8 @@ def collective_lines(traced: TracedStep) -> dict[str, list[str]]:
         same = "" if value is None or kind == "all_to_all_single" else f" {value.numel()}"
         root = f" from {node.args[1]}" if kind == "broadcast" else ""
         (group,) = [arg for arg in node.args if isinstance(arg, str) and arg != "sum"]
-        lines.setdefault(group, []).append(f"{kind}{same} {getattr(value, 'dtype', '')}{root}")
+        whole, where = parts.get(group, (group, ""))
+        lines.setdefault(whole, []).append(f"{kind}{same} {getattr(value, 'dtype', '')}{root}{where}")
     return lines
 
 

@@ -104,7 +104,7 @@ def assemble(start: Plan, rules: Rules) -> Plan:
         )
 
     cut = cut_buckets(local, rules.max_temp_bytes, weight)
-    parts = plan_exchanges(buckets, cut, choices, divide=rules.divide, comm_dtype=rules.comm_dtype)
+    parts = plan_exchanges(buckets, cut, choices, rules)
     parts = order_parts(buckets, parts, rules.hardware_of)
     stretches = [resolve_part(local, part).bucket for part in parts]
     sizes = [temp_bytes(part.bucket, share) for part, share in zip(parts, stretches, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange
@@ -28,9 +27,8 @@ def diff_plans(a: Plan, b: Plan) -> list[str]:
     return lines or _elsewhere(a, b)
 
 
-def _changed(what: str, old: object, new: object) -> Iterator[str]:
-    if old != new:
-        yield f"{what}: {old} -> {new}"
+def _changed(what: str, old: object, new: object) -> list[str]:
+    return [f"{what}: {old} -> {new}"] if old != new else []
 
 
 def _settings(a: Plan, b: Plan) -> Iterator[str]:
@@ -57,42 +55,52 @@ class _Side:
     exchanges: tuple[Exchange, ...]
 
 
-# What is compared of a parameter: its name, the value that decides, and its words. Order is that of the lines.
-_Aspect = tuple[str, Callable[[_Side], object], Callable[[_Side], str]]
+# What is compared of a parameter, by its name: the value that decides, and its words.
+_Aspect = tuple[Callable[[_Side], object], Callable[[_Side], str]]
 
 
 def _params(a: Plan, b: Plan) -> Iterator[str]:
     """Parameters added and removed; then, aspect by aspect, those in both that changed alike."""
-    old, new = _bucket_of(a), _bucket_of(b)
+    old, new = _home_of(a), _home_of(b)
     for what, names in (("added", [n for n in new if n not in old]), ("removed", [n for n in old if n not in new])):
         if names:
             yield f"{what}: {_named(names)}"
     kept = [name for name in old if name in new]
     if kept != [name for name in new if name in old]:
         yield f"order: {_named(kept)} come in another order"
-    # Parameters of the same two buckets share every change but that of the group.
-    pairs: dict[tuple[int, int], list[str]] = {}
-    groups: dict[tuple[int, int], list[str]] = {}
+    # Parameters of the same two buckets and groups share every change.
+    pairs: dict[tuple[tuple[int, int], tuple[int, int]], list[str]] = {}
     for name in kept:
-        (i, before), (j, after) = old[name], new[name]
-        pairs.setdefault((i, j), []).append(name)
-        groups.setdefault((before, after), []).append(name)
-    for (before, after), names in groups.items():
-        if before != after:
-            yield f"group of {_named(names)}: {before} -> {after}"
+        pairs.setdefault((old[name], new[name]), []).append(name)
     olds, news = _sides(a), _sides(b)
-    for what, value, words in _ASPECTS:
-        found: dict[tuple[str, str], list[str]] = {}
-        for (i, j), names in pairs.items():
-            left, right = olds[i], news[j]
-            if value(left) != value(right):
-                found.setdefault((words(left), words(right)), []).extend(names)
-        for (left_words, right_words), names in found.items():
-            same = f"{left_words}, divided otherwise" if left_words == right_words else f"{left_words} -> {right_words}"
-            yield f"{what} of {_named(names)}: {same}"
+    found: dict[tuple[str, str], list[str]] = {}
+    for ((i, group), (j, other)), names in pairs.items():
+        for change in (*_changes(olds[i], news[j]), *_change("group", group, other)):
+            found.setdefault(change, []).extend(names)
+    order = [*_ASPECTS, "mathematics", "group"]
+    for (what, words), names in sorted(found.items(), key=lambda item: order.index(item[0][0])):
+        yield f"{what} of {_named(names)}: {words}"
 
 
-def _bucket_of(plan: Plan) -> dict[str, tuple[int, int]]:
+def _changes(old: _Side, new: _Side) -> Iterator[tuple[str, str]]:
+    """Each aspect that changed, with its words."""
+    for what, (value, words) in _ASPECTS.items():
+        if value(old) != value(new):
+            left, right = words(old), words(new)
+            yield what, f"{left}, cut otherwise" if left == right else f"{left} -> {right}"
+    left, right = old.bucket.config, new.bucket.config
+    if type(left) is type(right):
+        for field in fields(left):
+            values = (getattr(config, field.name) for config in (left, right))
+            yield from _change("mathematics", *(f"{field.name} {value}" for value in values))
+
+
+def _change(what: str, old: object, new: object) -> Iterator[tuple[str, str]]:
+    if old != new:
+        yield what, f"{old} -> {new}"
+
+
+def _home_of(plan: Plan) -> dict[str, tuple[int, int]]:
     """Bucket and hyperparameter group of every parameter, in the plan's order."""
     indices = {param: index for index, bucket in enumerate(plan.buckets) for param in bucket.params}
     return {spec.name: (indices[i], spec.group) for i, spec in enumerate(plan.specs)}
@@ -131,22 +139,13 @@ def _dtypes(side: _Side) -> str:
     return f"{bucket.dtype}, gradient {bucket.grad_dtype}, state {bucket.state_dtype}"
 
 
-def _config(side: _Side) -> str:
-    config = side.bucket.config
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
-
-
 def _placement(side: _Side) -> str:
     layout = side.bucket.layout
     if layout is None:
-        return "one rank"
-    cut = "whole" if layout.axis is None else f"dim {layout.dim} cut over {len(layout.sizes)} ranks of {layout.axis!r}"
-    if layout.sizes:
-        low, high = min(layout.sizes), max(layout.sizes)
-        cut += f", {high} each" if low == high else f", {low} to {high} each"
-    copies = f", copies along {layout.replica_axis!r}" if layout.replica_axis is not None else ""
-    return f"{cut}{copies}, on {_axes(layout.mesh)}"
+        return "on each rank its own"
+    cut = f"dim {layout.dim} over {len(layout.sizes)} ranks of {layout.axis!r}" if layout.axis else "whole"
+    copies = f", {layout.mesh.size(layout.replica_axis)} copies" if layout.replica_axis is not None else ""
+    return cut + copies
 
 
 def _strategy(side: _Side) -> str:
@@ -169,41 +168,39 @@ def _form_words(side: _Side) -> str:
     )
 
 
-def _owners(side: _Side) -> object:
-    return tuple((exchange.owner_counts, exchange.replica_counts) for exchange in side.exchanges)
-
-
-def _owners_words(side: _Side) -> str:
-    """Units by rank, all parts together, replica by replica."""
-    if not side.exchanges:
-        return "no exchange"
+def _owned(side: _Side) -> list[list[int]]:
+    """Units by rank, all parts together, replica by replica; empty where every rank does all or there is no exchange."""
     tables = [e.owner_counts or tuple((count,) for count in e.replica_counts) for e in side.exchanges]
-    rows = [[sum(column) for column in zip(*same, strict=True)] for same in zip_longest(*tables, fillvalue=())]
+    return [[sum(column) for column in zip(*same, strict=True)] for same in zip(*tables, strict=True)]
+
+
+def _owners(side: _Side) -> str:
+    rows = _owned(side)
     counts = [count for row in rows for count in row]
     if not counts:
-        return "every rank does every unit"
+        return "every rank" if side.exchanges else "no exchange"
     if len(counts) <= _SHOWN_RANKS:
-        shown = "; ".join("/".join(map(str, row)) for row in rows)
-        return f"{shown} units by rank"
-    return f"{min(counts)} to {max(counts)} units on each of {len(counts)} ranks"
+        return "; ".join("/".join(map(str, row)) for row in rows) + " units by rank"
+    low, high = min(counts), max(counts)
+    each = str(low) if low == high else f"{low} to {high}"
+    return f"{each} units on each of {len(counts)} ranks"
 
 
 def _wire(side: _Side) -> str:
     return ", ".join(dict.fromkeys(exchange.comm_dtype for exchange in side.exchanges)) or "nothing"
 
 
-_ASPECTS: tuple[_Aspect, ...] = (
-    ("algorithm", lambda side: side.bucket.algorithm, lambda side: side.bucket.algorithm),
-    ("shape", lambda side: side.bucket.shape, _shape),
-    ("dtype", _dtypes, _dtypes),
-    ("device", lambda side: side.bucket.device, lambda side: side.bucket.device),
-    ("mathematics", lambda side: side.bucket.config, _config),
-    ("placement", lambda side: side.bucket.layout, _placement),
-    ("strategy", lambda side: side.bucket.strategy, _strategy),
-    ("form", _form, _form_words),
-    ("owners", _owners, _owners_words),
-    ("wire", _wire, _wire),
-)
+_ASPECTS: dict[str, _Aspect] = {
+    "algorithm": (lambda side: side.bucket.algorithm, lambda side: side.bucket.algorithm),
+    "shape": (lambda side: side.bucket.shape, _shape),
+    "dtype": (_dtypes, _dtypes),
+    "device": (lambda side: side.bucket.device, lambda side: side.bucket.device),
+    "placement": (lambda side: side.bucket.layout, _placement),
+    "strategy": (lambda side: side.bucket.strategy, _strategy),
+    "form": (_form, _form_words),
+    "owners": (_owned, _owners),
+    "wire": (_wire, _wire),
+}
 
 
 # -- of the whole step ----------------------------------------------------------------------------------------------

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Strategy = Literal[
-    "local", "all_gather", "all_to_all", "gather_broadcast", "gather_scatter", "gram_all_reduce", "gram_scatter"
+    "local",
+    "all_gather",
+    "all_to_all",
+    "gather_broadcast",
+    "gather_scatter",
+    "gram_all_reduce",
+    "gram_scatter",
+    "hierarchical_all_to_all",
 ]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 STRATEGY_NAMES: tuple[str, ...] = STRATEGIES
 # Each matrix is orthogonalized by one rank of the shard axis.
-OWNED = ("all_to_all", "gather_broadcast", "gather_scatter", "gram_scatter")
+OWNED = ("all_to_all", "gather_broadcast", "gather_scatter", "gram_scatter", "hierarchical_all_to_all")
 # Every rank gets every whole matrix first, so memory bounds how many at once.
 GATHERS = ("all_gather", "gather_broadcast", "gather_scatter")
 # No rank sees a whole matrix: Grams are summed.
@@ -67,6 +74,8 @@ class Exchange:
         blocks: Rows of every matrix of a unit as it lies in memory (heads, blocks of a fused weight); empty: it is one.
         gathers_results: The owners' results of gather_broadcast travel in one gather, padded to the most that a rank
             owns, instead of one broadcast per owner.
+        node_size: Consecutive ranks of the shard axis that are a node, g, to hierarchical_all_to_all: rank r has index
+            ``r % g`` in node ``r // g``. 0 for other strategies.
     """
 
     strategy: Strategy
@@ -84,6 +93,7 @@ class Exchange:
     kernel: str
     blocks: tuple[int, ...] = ()
     gathers_results: bool = False
+    node_size: int = 0
 
     def replica_run(self, replica: int) -> tuple[int, int]:
         """First unit of a replica and the one after its last."""
@@ -92,6 +102,16 @@ class Exchange:
     def owned(self, replica: int) -> tuple[int, ...]:
         """Units that each rank of the shard axis owns within a replica's run."""
         return self.owner_counts[replica if self.replica_counts else 0]
+
+    @property
+    def node_rows(self) -> tuple[int, ...]:
+        """Rows that the ranks of each node hold together."""
+        size = self.node_size
+        return tuple(sum(self.sizes[start : start + size]) for start in range(0, len(self.sizes), size))
+
+    def index_units(self, replica: int) -> tuple[int, ...]:
+        """Units that the ranks of each index within their nodes own together, within a replica's run."""
+        return tuple(sum(self.owned(replica)[index :: self.node_size]) for index in range(self.node_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +123,28 @@ class Place:
         shard_group: Name of the process group of that axis; empty where nothing is sharded.
         replica_rank: Its index along the replica axis.
         replica_group: Name of the process group of that axis; empty where there are no replicas.
+        node_group: Name of the process group of its node; empty where the exchange knows no nodes.
+        peer_group: Name of the process group of the ranks of its index, one in each node; likewise.
     """
 
     shard_rank: int = 0
     shard_group: str = ""
     replica_rank: int = 0
     replica_group: str = ""
+    node_group: str = ""
+    peer_group: str = ""
 
 
 def run_of(counts: tuple[int, ...], index: int) -> tuple[int, int]:
     """Start and stop of the ``index``-th of consecutive runs."""
     stops = list(itertools.accumulate(counts, initial=0))
     return stops[index], stops[index + 1]
+
+
+def default_node_size(ranks: int) -> int:
+    """The node size g at which a rank has the fewest peers, ``(g - 1) + (ranks / g - 1)``, of two the larger.
+
+    0 where there is none: ``ranks`` has no divisor but 1 and itself.
+    """
+    sizes = [size for size in range(2, ranks) if ranks % size == 0]
+    return min(sizes, key=lambda size: (size + ranks // size, -size), default=0)

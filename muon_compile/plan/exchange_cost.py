@@ -17,7 +17,7 @@ from muon_compile.plan.exchange import GRAMS, OWNED, Exchange
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.network import Group
-from muon_compile.plan.strategies import phases
+from muon_compile.plan.strategies import NODE, PEERS, phases
 from muon_compile.plan.traffic import CollectiveCost, fastest
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
@@ -78,7 +78,7 @@ def exchange_cost(exchange: Exchange, config: MuonConfig, mesh: MeshSpec, hardwa
         mesh: The ranks.
         hardware: What a rank computes with, and what joins them.
     """
-    network, groups = network_of(hardware), {axis: Group.along(mesh, axis) for axis, _ in mesh.axes}
+    network, groups = network_of(hardware), groups_of(exchange, mesh)
     sent: list[tuple[tuple[CollectiveSpec, CollectiveCost], ...]] = [
         tuple((spec, fastest(spec.kind, spec.bytes_per_rank, groups[spec.axis], network)) for spec in phase)
         for phase in phases(exchange)
@@ -93,6 +93,17 @@ def exchange_cost(exchange: Exchange, config: MuonConfig, mesh: MeshSpec, hardwa
         replace(stage, everyone=add(stage.everyone, b, a)) for stage, b, a in zip(own, before, after, strict=True)
     ]
     return ExchangeCost(stages=tuple(stages), phases=tuple(sent))
+
+
+def groups_of(exchange: Exchange, mesh: MeshSpec) -> dict[str, Group]:
+    """The ranks of every axis that a part's collectives run over: the mesh's, and the two that nodes make of one."""
+    groups = {axis: Group.along(mesh, axis) for axis, _ in mesh.axes}
+    if exchange.node_size and exchange.shard_axis is not None:
+        whole = groups[exchange.shard_axis]
+        between = Group(size=whole.size // exchange.node_size, stride=whole.stride * exchange.node_size)
+        groups[exchange.shard_axis + NODE] = Group(size=exchange.node_size, stride=whole.stride)
+        groups[exchange.shard_axis + PEERS] = between
+    return groups
 
 
 def owned_units(exchange: Exchange) -> list[tuple[int, ...]]:

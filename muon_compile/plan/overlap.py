@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 from muon_compile.config import MuonConfig
-from muon_compile.plan.exchange_cost import exchange_cost
+from muon_compile.plan.exchange_cost import exchange_cost, groups_of
 from muon_compile.plan.hardware import Hardware, network_of
-from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, Part, Plan
 from muon_compile.plan.strategies import collectives
 from muon_compile.plan.traffic import CollectiveCost, fastest, open_connections, over_limit
-from muon_compile.spec import CollectiveSpec, MeshSpec
 
 
 def order_parts(
@@ -49,13 +46,13 @@ def check_connections(plan: Plan, hardware_of: Callable[[str], Hardware]) -> Non
         ValueError: With the figures and what to do.
     """
     opened: dict[str, list[tuple[str, CollectiveCost]]] = {}
-    cost_of = functools.cache(_cost_of)
     for part in plan.parts:
         layout, device = plan.buckets[part.bucket].layout, plan.buckets[part.bucket].device
         if part.exchange is None or layout is None:
             continue
+        network, groups = network_of(hardware_of(device)), groups_of(part.exchange, layout.mesh)
         for spec in collectives(part.exchange):
-            cost = cost_of(spec, layout.mesh, hardware_of(device))
+            cost = fastest(spec.kind, spec.bytes_per_rank, groups[spec.axis], network)
             opened.setdefault(device, []).append((f"{layout.mesh.name}/{spec.axis}", cost))
     for device, costs in opened.items():
         network = network_of(hardware_of(device))
@@ -63,7 +60,3 @@ def check_connections(plan: Plan, hardware_of: Callable[[str], Hardware]) -> Non
         if problem is not None:
             names = sorted({p.exchange.strategy for p in plan.parts if p.exchange is not None})
             raise ValueError(f"make_plan: strategies {', '.join(names)} on mesh {plan.mesh.axes}: {problem}.")
-
-
-def _cost_of(spec: CollectiveSpec, mesh: MeshSpec, hardware: Hardware) -> CollectiveCost:
-    return fastest(spec.kind, spec.bytes_per_rank, Group.along(mesh, spec.axis), network_of(hardware))

@@ -33,6 +33,7 @@ def make_plan(
     comm_dtype: str | None = None,
     max_temp_bytes: int = DEFAULT_MAX_TEMP_BYTES,
     max_gather_bytes: int = DEFAULT_MAX_GATHER_BYTES,
+    node_size: int | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
     """Make the plan of a step. Deterministic: equal arguments give equal plans, on any machine.
@@ -53,6 +54,8 @@ def make_plan(
         max_temp_bytes: Bound on the temporaries that are alive at once, in bytes: buckets beyond it wait for the next
             wave, a larger bucket is cut. A single matrix is never cut.
         max_gather_bytes: The same for what is gathered from other ranks.
+        node_size: Consecutive ranks of a shard axis that are a node to ``"hierarchical_all_to_all"``; None: those of
+            the network, or as many as leave a rank the fewest peers (``plan.exchange.default_node_size``).
         hardware: Figures of the machine that will run the plan, for devices of its type; other devices and None take
             a fixed preset.
 
@@ -68,6 +71,8 @@ def make_plan(
     for what, value in (("max_temp_bytes", max_temp_bytes), ("max_gather_bytes", max_gather_bytes)):
         if value <= 0:
             raise ValueError(f"make_plan: {what}: expected a positive number of bytes, got {value}.")
+    if node_size is not None and node_size < 1:
+        raise ValueError(f"make_plan: node_size: expected a positive number of ranks, or None, got {node_size}.")
     if mesh is not None:
         specs = tuple(s if s.layout else replace(s, layout=default_layout(s, mesh)) for s in specs)
     default = config or MuonConfig()
@@ -85,6 +90,7 @@ def make_plan(
         max_gather_bytes=max_gather_bytes,
         hardware_of=lambda device: _hardware_of(device, hardware),
         name_of=lambda bucket: resolved[bucket.params[0]].name,
+        node_size=node_size,
     )
     native = hardware is not None and hardware.native and not exact
     start = Plan(

@@ -26,6 +26,8 @@ class Surroundings:
 
     Args:
         mesh: Its mesh.
+        node_size: Shard ranks of a node, for hierarchical_all_to_all.
+        names_nodes: Whether that was asked for.
         replicas: Ranks of the replica axis that divide units among them; 1 where none do.
         hardware: What a rank computes with, and what joins the ranks.
         max_gather_bytes: Bound on what is gathered at once.
@@ -33,13 +35,15 @@ class Surroundings:
     """
 
     mesh: MeshSpec
+    node_size: int
+    names_nodes: bool
     replicas: int
     hardware: Hardware
     max_gather_bytes: int
     share: float
 
 
-def why_not(cut: Exchange, config: MuonConfig, name: Strategy) -> str | None:
+def why_not(cut: Exchange, config: MuonConfig, name: Strategy, node_size: int) -> str | None:
     """Why a strategy cannot make a bucket's units whole, in words; None where it can."""
     return feasible(
         name,
@@ -48,14 +52,14 @@ def why_not(cut: Exchange, config: MuonConfig, name: Strategy) -> str | None:
         sizes=cut.sizes,
         blocks_cut=bool(cut.blocks),
         relative_eps=config.eps == "relative",
+        node_size=node_size,
     )
 
 
-def with_strategy(cut: Exchange, name: Strategy) -> Exchange:
+def with_strategy(cut: Exchange, name: Strategy, node_size: int) -> Exchange:
     """The exchange under a strategy, its owners apart."""
-    return (
-        replace(cut, strategy=name, form=_GRAM_FORM, kernel="graph") if name in GRAMS else replace(cut, strategy=name)
-    )
+    made = replace(cut, strategy=name, node_size=node_size if name == "hierarchical_all_to_all" else 0)
+    return replace(made, form=_GRAM_FORM, kernel="graph") if name in GRAMS else made
 
 
 def rank_by_time(cut: Exchange, config: MuonConfig, around: Surroundings) -> tuple[StrategyChoice, ...]:
@@ -63,7 +67,8 @@ def rank_by_time(cut: Exchange, config: MuonConfig, around: Surroundings) -> tup
 
     Each is predicted for the bucket alone, one thing after another, but with owners' work spread as over all buckets.
     Left out are those that cannot make the units whole, Gram strategies where their form is less accurate than the
-    standard one (``plan.accuracy``), and those whose connections the network's devices cannot hold.
+    standard one (``plan.accuracy``), and those whose connections the network's devices cannot hold. Over nodes, which
+    takes process groups of its own, matrices are exchanged only where nodes are named or an all-to-all is refused.
 
     Args:
         cut: Its units, cut over ranks.
@@ -77,7 +82,9 @@ def rank_by_time(cut: Exchange, config: MuonConfig, around: Surroundings) -> tup
     found: list[tuple[float, Strategy]] = []
     refused: dict[Strategy, str] = {}
     for name in STRATEGIES:
-        if why_not(cut, config, name) is not None or (name in GRAMS and not precise):
+        if why_not(cut, config, name, around.node_size) is not None or (name in GRAMS and not precise):
+            continue
+        if name == "hierarchical_all_to_all" and not around.names_nodes and "all_to_all" not in refused:
             continue
         candidate = _candidate(cut, name, around)
         cost = exchange_cost(candidate, config, around.mesh, around.hardware)
@@ -117,7 +124,7 @@ def _candidate(cut: Exchange, name: Strategy, around: Surroundings) -> Exchange:
     (run,), (owners,) = assign_grid([(cut.num_units, 1)], around.replicas, shards, divide=shared)
     counts = owners if owned else ()
     return replace(
-        with_strategy(cut, name),
+        with_strategy(cut, name, around.node_size),
         replica_counts=run if shared else (),
         owner_counts=counts,
         replica_axis=cut.replica_axis if shared else None,

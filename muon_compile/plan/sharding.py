@@ -10,9 +10,18 @@ from operator import add
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
-from muon_compile.plan.exchange import GRAMS, OWNED, STRATEGIES, STRATEGY_NAMES, Exchange, Place, StrategyChoice
+from muon_compile.plan.exchange import (
+    GRAMS,
+    OWNED,
+    STRATEGIES,
+    STRATEGY_NAMES,
+    Exchange,
+    Place,
+    StrategyChoice,
+    default_node_size,
+)
 from muon_compile.plan.forms import parse_form
-from muon_compile.plan.hardware import Hardware
+from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
@@ -36,6 +45,7 @@ class Rules:
         comm_dtype: dtype on the wire; None: that of the products.
         max_temp_bytes: Bound on the temporaries that are alive at once.
         max_gather_bytes: Bound on what is gathered at once.
+        node_size: Shard ranks of a node, for hierarchical_all_to_all; None: the network's, else ``default_node_size``.
         hardware_of: The machine's figures, by device.
         name_of: A bucket's name for errors.
     """
@@ -45,6 +55,7 @@ class Rules:
     comm_dtype: str | None
     max_temp_bytes: int
     max_gather_bytes: int
+    node_size: int | None
     hardware_of: Callable[[str], Hardware]
     name_of: Callable[[Bucket], str]
 
@@ -69,7 +80,7 @@ def rank_strategies(
                 f"Parameter {rules.name_of(bucket)!r}: expected a parameter that is read as one flat matrix to be "
                 f"sharded along dim 0, got dim {bucket.layout.dim} of {bucket.shape}."
             )
-        draft = _draft(replace(bucket, strategy="all_gather"), choices, rules.divide, rules.comm_dtype)
+        draft = _draft(replace(bucket, strategy="all_gather"), choices, rules)
         if draft is not None:
             drafts[index] = draft
     totals: dict[MeshSpec, int] = {}
@@ -83,10 +94,11 @@ def rank_strategies(
 def _rank(bucket: Bucket, cut: Exchange, share: float, rules: Rules) -> tuple[StrategyChoice, ...]:
     config, param, wanted = bucket.config, rules.name_of(bucket), bucket.strategy or rules.strategy
     assert isinstance(config, MuonConfig)
+    nodes = node_size_of(len(cut.sizes), bucket, rules)
     for name in STRATEGIES:
         if name != wanted:
             continue
-        reason = why_not(cut, config, name)
+        reason = why_not(cut, config, name, nodes)
         if reason is not None:
             raise ValueError(
                 f"Parameter {param!r}: strategy {name!r} cannot be used: {reason}. Expected another of "
@@ -96,6 +108,8 @@ def _rank(bucket: Bucket, cut: Exchange, share: float, rules: Rules) -> tuple[St
     mesh = _mesh_of(bucket)
     around = Surroundings(
         mesh=mesh,
+        node_size=nodes,
+        names_nodes=rules.node_size is not None,
         replicas=mesh.size(cut.replica_axis) if rules.divide and cut.replica_axis else 1,
         hardware=rules.hardware_of(bucket.device),
         max_gather_bytes=rules.max_gather_bytes,
@@ -107,6 +121,19 @@ def _rank(bucket: Bucket, cut: Exchange, share: float, rules: Rules) -> tuple[St
         raise ValueError(f"Parameter {param!r}: {error}") from error
 
 
+def node_size_of(ranks: int, bucket: Bucket, rules: Rules) -> int:
+    """Shard ranks of a node: as asked for, else the outermost units of the network that divide the axis evenly."""
+    if rules.node_size is not None:
+        return rules.node_size
+    assert bucket.layout is not None and bucket.layout.axis is not None
+    stride = Group.along(bucket.layout.mesh, bucket.layout.axis).stride
+    for level in reversed(network_of(rules.hardware_of(bucket.device)).levels):
+        size = (level.ranks or 0) // stride
+        if 1 < size < ranks and ranks % size == 0:
+            return size
+    return default_node_size(ranks)
+
+
 def _mesh_of(bucket: Bucket) -> MeshSpec:
     assert bucket.layout is not None
     return bucket.layout.mesh
@@ -116,9 +143,7 @@ def plan_exchanges(
     buckets: Sequence[Bucket],
     parts: Sequence[Part],
     choices: Sequence[FormChoice],
-    *,
-    divide: bool,
-    comm_dtype: str | None,
+    rules: Rules,
 ) -> tuple[Part, ...]:
     """The parts with their exchanges, and owners that balance Newton-Schulz work over all of them.
 
@@ -126,13 +151,12 @@ def plan_exchanges(
         buckets: The plan's buckets, with whole shapes and their strategies chosen.
         parts: Their parts.
         choices: Form and kernel of every kind of matrix.
-        divide: Replicas share the work instead of repeating it.
-        comm_dtype: dtype on the wire; None: that of the products.
+        rules: What else decides.
     """
     drafts: dict[int, Exchange] = {}
     for index, part in enumerate(parts):
         bucket = resolve_part(buckets, part).bucket
-        draft = _draft(bucket, choices, divide, comm_dtype)
+        draft = _draft(bucket, choices, rules)
         if draft is not None:
             drafts[index] = draft
     worlds: dict[tuple[MeshSpec, str | None, str | None], list[int]] = {}
@@ -145,7 +169,7 @@ def plan_exchanges(
         shards = mesh.size(shard_axis) if shard_axis else 1
         replicas = mesh.size(replica_axis) if replica_axis else 1
         jobs = [(drafts[i].num_units, _owner_flops(drafts[i], buckets[parts[i].bucket])) for i in indices]
-        shared = divide and replicas > 1
+        shared = rules.divide and replicas > 1
         runs, owners = assign_grid(jobs, replicas, shards, divide=shared)
         for i, run, owned in zip(indices, runs, owners, strict=True):
             draft, owners_of = drafts[i], tuple(owned) if drafts[i].strategy in OWNED else ()
@@ -160,12 +184,7 @@ def plan_exchanges(
     return tuple(result)
 
 
-def _draft(
-    bucket: Bucket,
-    choices: Sequence[FormChoice],
-    divide: bool,
-    comm_dtype: str | None,
-) -> Exchange | None:
+def _draft(bucket: Bucket, choices: Sequence[FormChoice], rules: Rules) -> Exchange | None:
     """A part's exchange but for its owners; None where it needs none."""
     layout, config, view = bucket.layout, bucket.config, bucket.view
     if layout is None or view is None or math.prod(bucket.shape) == 0:
@@ -186,7 +205,7 @@ def _draft(
         replica_axis=layout.replica_axis,
         replica_counts=(),
         owner_counts=(),
-        comm_dtype=comm_dtype or config.ns_dtype,
+        comm_dtype=rules.comm_dtype or config.ns_dtype,
         form=form,
         kernel=kernel,
         blocks=blocks if len(blocks) > 1 else (),
@@ -194,14 +213,15 @@ def _draft(
     if not needs_exchange(bucket):
         stacks = layout.dim is not None and cut_between_stacks(bucket, layout)
         alike = layout.dim is None or (stacks and len(set(layout.sizes)) == 1)
-        if not divide or layout.replica_axis is None or not alike:
+        if not rules.divide or layout.replica_axis is None or not alike:
             return None
         return replace(own, num_units=units // len(layout.sizes)) if stacks else own
     assert not is_flat(bucket) or layout.dim == 0
     transposed = not is_flat(bucket) and layout.dim == len(bucket.shape) - 1
     cut = replace(own, transposed=transposed, shard_axis=layout.axis, sizes=layout.sizes)
     cut = replace(cut, rows=cols, cols=rows) if transposed else cut
-    return next(with_strategy(cut, name) for name in STRATEGIES if name == bucket.strategy)
+    name = next(name for name in STRATEGIES if name == bucket.strategy)
+    return with_strategy(cut, name, node_size_of(len(layout.sizes), bucket, rules))
 
 
 def _form_of(bucket: Bucket, choices: Sequence[FormChoice]) -> tuple[str, str]:
@@ -231,7 +251,7 @@ def exchanged_bytes(bucket: Bucket, comm_dtype: str | None) -> int:
         return 0
     assert isinstance(bucket.config, MuonConfig) and bucket.layout is not None
     total = bucket.size * math.prod(bucket.shape) * FLOAT_BYTES[comm_dtype or bucket.config.ns_dtype]
-    return 2 * total // len(bucket.layout.sizes) if bucket.strategy == "all_to_all" else 2 * total
+    return 2 * total // len(bucket.layout.sizes) if str(bucket.strategy).endswith("all_to_all") else 2 * total
 
 
 def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:

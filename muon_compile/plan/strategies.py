@@ -10,6 +10,9 @@ from typing import NamedTuple
 from muon_compile.plan.exchange import OWNED, Exchange, Strategy
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec
 
+# What of the shard axis a collective of hierarchical_all_to_all runs over, in ``CollectiveSpec.axis``.
+NODE, PEERS = "/node", "/peers"
+
 
 class _Run(NamedTuple):
     """One replica's units of an exchange, seen by one rank of its shard group."""
@@ -19,6 +22,7 @@ class _Run(NamedTuple):
     owned: tuple[int, ...]
     broadcasters: tuple[int, ...]
     rank: int
+    replica: int
 
     @property
     def ranks(self) -> int:
@@ -43,12 +47,16 @@ class _Run(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """One collective: what this rank sends, and the operator's input and output on the rank where they are largest."""
+    """One collective: what this rank sends, and the operator's input and output on the rank where they are largest.
+
+    ``within`` is what of the axis it runs over: all of it, the ranks of a node, or one rank of each node.
+    """
 
     kind: str
     input_bytes: int
     sent_bytes: int
     output_bytes: int
+    within: str = ""
 
 
 def _gather(ranks: int, input_bytes: int) -> _Transfer:
@@ -75,6 +83,27 @@ def _from_owners(run: _Run) -> _Transfer:
     sent = run.owned[run.rank] * others * run.row_bytes
     largest = run.most_owned * run.unit_bytes
     return _Transfer("all_to_all_single", largest, sent, run.units * max(run.exchange.sizes) * run.row_bytes)
+
+
+def _over_nodes(run: _Run) -> list[list[_Transfer]]:
+    """All-to-all in two steps and back: to the owner's index in the own node, then to its node; and the reverse."""
+    exchange, mine = run.exchange, run.owned[run.rank]
+    node, index = divmod(run.rank, exchange.node_size)
+    node_rows, index_units = exchange.node_rows, exchange.index_units(run.replica)
+    rows, units = node_rows[node], index_units[index]
+    shards, between = run.units * max(exchange.sizes), max(index_units) * max(node_rows)
+    whole, size = run.most_owned * exchange.rows, exchange.sizes[run.rank]
+
+    def step(before: int, sent: int, after: int, within: str) -> list[_Transfer]:
+        each = run.row_bytes
+        return [_Transfer("all_to_all_single", before * each, sent * each, after * each, within)]
+
+    return [
+        step(shards, (run.units - units) * size, between, NODE),
+        step(between, (units - mine) * rows, whole, PEERS),
+        step(whole, mine * (exchange.rows - rows), between, PEERS),
+        step(between, units * (rows - size), shards, NODE),
+    ]
 
 
 def _results(run: _Run) -> list[_Transfer]:
@@ -126,6 +155,7 @@ _ROWS: dict[Strategy, _Row] = {
     "gather_scatter": _Row(phases=lambda run: [[_gather_rows(run)], [_from_owners(run)]]),
     "gram_all_reduce": _Row(phases=lambda run: [[_sum_grams(run)]], gram=True),
     "gram_scatter": _Row(phases=lambda run: [[_scatter_grams(run)], [_gather_q(run)]], gram=True),
+    "hierarchical_all_to_all": _Row(phases=_over_nodes),
 }
 
 
@@ -153,7 +183,14 @@ def triangle_bytes(side: int, comm_dtype: str) -> int:
 
 
 def feasible(
-    strategy: Strategy, *, rows: int, cols: int, sizes: tuple[int, ...], blocks_cut: bool, relative_eps: bool
+    strategy: Strategy,
+    *,
+    rows: int,
+    cols: int,
+    sizes: tuple[int, ...],
+    blocks_cut: bool,
+    relative_eps: bool,
+    node_size: int = 0,
 ) -> str | None:
     """Why a strategy cannot make these units whole, in words; None where it can.
 
@@ -164,6 +201,7 @@ def feasible(
         sizes: Rows that each rank holds.
         blocks_cut: The unit is a fused weight, several matrices whose rows are cut together.
         relative_eps: The norm is scale-invariant (``eps="relative"``).
+        node_size: Ranks of a node for hierarchical_all_to_all; 0: none was given, and none divides the ranks.
     """
     sharded = len(sizes) > 1
     if strategy == "local":
@@ -174,6 +212,8 @@ def feasible(
         return None
     if not sharded:
         return "every rank holds whole units, so there is nothing to exchange"
+    if strategy == "hierarchical_all_to_all":
+        return _why_no_nodes(len(sizes), node_size)
     if not _ROWS[strategy].gram:
         return None
     if rows < cols:
@@ -185,12 +225,20 @@ def feasible(
     return None
 
 
+def _why_no_nodes(ranks: int, node_size: int) -> str | None:
+    if node_size == 0 or ranks % node_size:
+        return f"{ranks} shard ranks do not divide into nodes of {node_size or 'several ranks each'}"
+    if node_size in (1, ranks):
+        return f"{ranks} shard ranks in nodes of {node_size} leave nothing to exchange in one of the two steps"
+    return None
+
+
 def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
     start, stop = exchange.replica_run(replica)
     owned = exchange.owned(replica) if exchange.strategy in OWNED else ()
     broadcasts = exchange.strategy == "gather_broadcast" and not exchange.gathers_results
     broadcasters = tuple(i for i, units in enumerate(owned) if units) if broadcasts else ()
-    return _Run(exchange, stop - start, owned, broadcasters, rank)
+    return _Run(exchange, stop - start, owned, broadcasters, rank, replica)
 
 
 def _phases(run: _Run) -> list[list[_Transfer]]:
@@ -237,7 +285,9 @@ def phases(exchange: Exchange, replica: int | None = None) -> list[tuple[Collect
 def _most(everyone: Sequence[Sequence[_Transfer]], axis: str | None) -> tuple[CollectiveSpec, ...]:
     """One phase as all replicas together promise it."""
     return tuple(
-        CollectiveSpec(kind=same[0].kind, axis=axis or "", bytes_per_rank=max(t.input_bytes for t in same))
+        CollectiveSpec(
+            kind=same[0].kind, axis=f"{axis or ''}{same[0].within}", bytes_per_rank=max(t.input_bytes for t in same)
+        )
         for same in zip(*everyone, strict=True)
     )
 
@@ -252,6 +302,7 @@ def sent_bytes(exchange: Exchange, shard_rank: int, replica_rank: int) -> int:
 
     Counted for ring algorithms and pairwise exchanges; a broadcast is the owner's, once for every other rank. With
     even shards, full runs and k units: ``k m n s (W-1) / W`` for a gather of rows, twice that over W for all_to_all.
+    Over nodes of g ranks every row travels twice: ``2 k m n s ((g-1) / g + (W/g - 1) / (W/g)) / W``, to fewer peers.
     """
     within = _transfers(_run(exchange, replica_rank, shard_rank))
     across = _between_replicas(exchange, exchange.sizes[shard_rank])

@@ -27,6 +27,7 @@ from muon_compile.plan.plan import Plan
 from muon_compile.plan.sharding import promised_collectives
 from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
+from muon_compile.run.nodes import node_groups
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
 from muon_compile.run.stats import StepStats
@@ -86,11 +87,16 @@ class Binding:
                 continue
             assert layout is not None
             shard, replica = exchange.shard_axis, layout.replica_axis
+            nodes = ("", "")
+            if exchange.node_size and shard:
+                nodes = node_groups(meshes.group(layout.mesh, shard), exchange.node_size)
             places[index] = Place(
                 shard_rank=meshes.coordinate(layout.mesh, shard) if shard else 0,
                 shard_group=meshes.group(layout.mesh, shard).group_name if shard else "",
                 replica_rank=meshes.coordinate(layout.mesh, replica) if replica else 0,
                 replica_group=meshes.group(layout.mesh, replica).group_name if replica else "",
+                node_group=nodes[0],
+                peer_group=nodes[1],
             )
         return places
 
@@ -238,7 +244,8 @@ class Binding:
             made = lower_step(self.local, spec, inputs, run_step, self.places, backend, config)
         except Exception as error:  # told to the others, who would wait in the first collective, and raised there
             failure = error
-        exchange_outcomes(failure, {} if made is None else collective_lines(made[0]), groups)
+        lines = {} if made is None else collective_lines(made[0], list(self.places.values()))
+        exchange_outcomes(failure, lines, groups)
         assert made is not None
         return made
 

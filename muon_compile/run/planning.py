@@ -71,6 +71,7 @@ def plan_reading(reading: Reading, wishes: Wishes) -> Plan:
         comm_dtype=config.comm_dtype,
         max_temp_bytes=config.max_temp_bytes,
         max_gather_bytes=config.max_gather_bytes,
+        node_size=config.node_size,
         hardware=_hardware(reading, wishes),
     )
     if plan.temp_bytes > config.max_temp_bytes:

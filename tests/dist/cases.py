@@ -11,7 +11,7 @@ from torch import Tensor
 from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize
 from muon_compile.config import DTypeName, MuonConfig
-from muon_compile.plan.exchange import OWNED, Exchange, Place, Strategy, run_of
+from muon_compile.plan.exchange import OWNED, Exchange, Place, Strategy, default_node_size, run_of
 from muon_compile.plan.strategies import gathers_results
 from tests.reference import gaussian
 
@@ -64,6 +64,7 @@ class Case:
             form="standard",
             kernel="graph",
             gathers_results=gathers,
+            node_size=default_node_size(shards) if self.strategy == "hierarchical_all_to_all" else 0,
         )
 
     @property
@@ -86,13 +87,15 @@ class Case:
         start, stop = run_of(self.exchange.sizes, shard_rank)
         return self.whole_units[:, start:stop].contiguous()
 
-    def place(self, rank: int, names: tuple[str, str] = ("shard", "replica")) -> Place:
+    def place(self, rank: int, names: tuple[str, ...] = ("shard", "replica", "node", "peers")) -> Place:
         shards = len(self.exchange.sizes)
         return Place(
             shard_rank=rank % shards,
             shard_group=names[0],
             replica_rank=rank // shards,
             replica_group=names[1] if self.replicas > 1 else "",
+            node_group=names[2],
+            peer_group=names[3],
         )
 
 

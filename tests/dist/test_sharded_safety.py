@@ -188,8 +188,8 @@ def test_an_lr_of_its_own_is_a_rank_s_own_business(ranks: Ranks) -> None:
 def compiling_fails(rank: int, job: Job, what: str) -> tuple[str, Outcome]:
     real = binding.collective_lines
 
-    def backwards(traced: Any) -> dict[str, list[str]]:
-        return {group: lines[::-1] for group, lines in real(traced).items()}
+    def backwards(traced: Any, places: Any) -> dict[str, list[str]]:
+        return {group: lines[::-1] for group, lines in real(traced, places).items()}
 
     model = sharded_model(job)
     optimizer = optimizer_of(model, job)

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.dist
 
 HSDP = (2, 2)
 BIT_EQUAL = ("auto", "all_gather", "all_to_all", "gather_broadcast", "gather_scatter")
+HIERARCHICAL = "hierarchical_all_to_all"
 SMALL = {name: MATRICES[name] for name in ("even", "even_too", "five", "vector")}
 
 
@@ -68,7 +69,7 @@ def updates(outcome: Outcome, job: Job) -> dict[str, Tensor]:
 # -- the same as one process ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", BIT_EQUAL)
+@pytest.mark.parametrize("strategy", [*BIT_EQUAL, HIERARCHICAL])
 def test_fsdp_is_one_process_bit_for_bit(ranks: Ranks, strategy: str) -> None:
     job = Job(shapes={k: v for k, v in MATRICES.items() if "cols" not in k}, strategy=strategy)
     outcomes = ranks.run(train, job)
@@ -86,7 +87,22 @@ def test_hsdp_is_one_process_bit_for_bit(ranks: Ranks, strategy: str) -> None:
     assert outcomes[0].strategies["experts"] == "local"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "all_to_all"])
+def refuse(rank: int, job: Job) -> str:
+    model = sharded_model(job)
+    return raised(compiled, optimizer_of(model, job), job)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size", "says"), [(HSDP, None, "2 shard ranks do not divide into nodes"), ((4,), 3, "into nodes of 3")]
+)
+def test_ranks_that_make_no_nodes_are_refused(ranks: Ranks, mesh: tuple[int, ...], size: int | None, says: str) -> None:
+    config = mc.CompileConfig(node_size=size)
+    job = Job(shapes=only("even"), mesh=mesh, strategy=HIERARCHICAL, compile_config=config)
+    for message in ranks.run(refuse, job):
+        assert message.startswith("ValueError: Parameter 'even'") and says in message
+
+
+@pytest.mark.parametrize("strategy", ["auto", "all_to_all", HIERARCHICAL])
 def test_columns_may_be_sharded(ranks: Ranks, strategy: str) -> None:
     """They are summed in another order, so the last bit may differ."""
     job = Job(shapes={"cols": (6, 16), "cols_too": (6, 16), "square_cols": (8, 8)}, strategy=strategy)

@@ -17,27 +17,31 @@ from muon_compile.build.phases import Solve, run_side_by_side
 from muon_compile.build.strategies import GRAM, WHOLE, run_exchange
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import STRATEGY_NAMES, Exchange, Place, Strategy
+from muon_compile.plan.strategies import collectives, sent_bytes
+from muon_compile.run.nodes import node_groups
 from tests.dist.cases import WORLD, Case, cases, replica_cases
 from tests.dist.ranks import Ranks
 from tests.reference import gaussian, orthogonal, relative_error
 
 SHARDED = tuple(name for name in STRATEGY_NAMES if name != "local")
+# What the 2 shard ranks of each of 2 replicas can do: they are no two nodes.
+REPLICATED = tuple(name for name in STRATEGY_NAMES if name != "hierarchical_all_to_all")
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def group_names(replicas: int) -> tuple[str, str]:
-    """Names of this rank's shard group and replica group; every rank makes all of them, in the same order."""
+def group_names(replicas: int) -> tuple[str, ...]:
+    """Names of this rank's shard, replica, node and peer group; every rank makes all of them, in the same order."""
     if replicas == 1:
-        return dist.group.WORLD.group_name, ""
+        return dist.group.WORLD.group_name, "", *node_groups(dist.group.WORLD, 2)
     mesh = torch.arange(WORLD).view(replicas, -1)
     names = []
     for lines in (mesh.tolist(), mesh.T.tolist()):
         groups = {tuple(line): dist.new_group(line) for line in lines}
         names += [group.group_name for line, group in groups.items() if dist.get_rank() in line]
-    return names[0], names[1]
+    return names[0], names[1], "", ""
 
 
 def call(case: Case, place: Place) -> Callable[[Tensor], Tensor]:
@@ -140,7 +144,7 @@ def test_the_result_is_that_of_one_process(ranks: Ranks, strategy: Strategy) -> 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", REPLICATED)
 def test_replicas_divide_or_repeat(ranks: Ranks, strategy: Strategy) -> None:
     wanted = replica_cases(strategy)
     check(wanted, ranks.run(run_eager, wanted))
@@ -151,7 +155,8 @@ def test_replicas_divide_or_repeat(ranks: Ranks, strategy: Strategy) -> None:
 def test_a_traced_exchange_does_the_same(ranks: Ranks, strategy: Strategy) -> None:
     names = ("2,2,1,0 rows", "skewed, uneven")
     wanted = {name: case for name, case in cases(strategy).items() if name in names}
-    wanted["divided"] = replica_cases(strategy)["divided"]
+    if strategy in REPLICATED:
+        wanted["divided"] = replica_cases(strategy)["divided"]
     check(wanted, ranks.run(run_traced, wanted))
 
 
@@ -185,6 +190,7 @@ EXPECTED: dict[Strategy, list[str]] = {
     "all_to_all": ["all_to_all_single", "all_to_all_single"],
     "gram_all_reduce": ["all_reduce"],
     "gram_scatter": ["reduce_scatter_tensor", "all_gather_into_tensor"],
+    "hierarchical_all_to_all": ["all_to_all_single"] * 4,
 }
 
 
@@ -210,7 +216,7 @@ def test_every_rank_issues_the_same_collectives(strategy: Strategy) -> None:
             assert names_of(case, case.place(rank)) == EXPECTED[strategy] + results_of(case, 0), (name, rank)
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", REPLICATED)
 def test_dividing_over_replicas_adds_one_gather(strategy: Strategy) -> None:
     for name in ("repeated", "divided", "one replica idle"):
         case = replica_cases(strategy)[name]
@@ -244,6 +250,25 @@ def test_products_run_while_other_parts_send(device: str, side_by_side: bool) ->
         assert found == [sent, sent, "sin", came, sent, came, sent, came, came]
     else:
         assert found == [sent, came, sent, came, "sin", sent, came, sent, came]
+
+
+def test_bytes_over_nodes_are_those_of_the_graphs() -> None:
+    for name, case in cases("hierarchical_all_to_all").items():
+        inputs = []
+        for rank in range(WORLD):
+            place = case.place(rank)
+            run = functools.partial(alone, exchange=case.exchange, place=place, whole=doubled, gram=doubled)
+            found, sent = [], 0
+            for node in collectives_of(trace(case.shard(rank), run)):
+                x, _, split, group = node.args
+                bytes_of = x.meta["val"].element_size()
+                found.append(x.meta["val"].numel() * bytes_of)
+                mine = rank % 2 if group == "node" else rank // 2
+                sent += (sum(split) - split[mine]) * bytes_of
+            assert sent == sent_bytes(case.exchange, rank, 0), (name, rank)
+            inputs.append(found)
+        promised = [spec.bytes_per_rank for spec in collectives(case.exchange)]
+        assert list(map(max, zip(*inputs, strict=True))) == (promised if case.units else [0] * 4), name
 
 
 # What both Inductor and TorchAir 2.13 lower, of what strategies need around the products.

@@ -92,6 +92,15 @@ def test_the_products_dtype_may_be_left_to_the_planner() -> None:
         mc.MuonConfig(momentum_dtype="auto")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("size", [0, -2, 2.0, True, "2"])
+def test_a_node_has_a_number_of_ranks(size: Any) -> None:
+    assert mc.CompileConfig(node_size=8).node_size == 8 and mc.CompileConfig().node_size is None
+    with pytest.raises(
+        ValueError, match=r"CompileConfig\.node_size: expected a positive number of ranks, or None, got"
+    ):
+        mc.CompileConfig(node_size=size)
+
+
 def test_triples_are_taken_as_they_come() -> None:
     one, two = (3.0, -4.0, 2.0), (2.0, -1.5, 0.5)
     assert schedule(mc.MuonConfig(coefficients=one, ns_steps=3)) == (one, one, one)

@@ -18,8 +18,9 @@ from torch.nn import Parameter
 
 import muon_compile as mc
 from muon_compile.lower import backends
-from muon_compile.lower.check import check_graph, found_collectives, written_inputs
+from muon_compile.lower.check import check_graph, collective_lines, found_collectives, written_inputs
 from muon_compile.lower.trace import TracedStep
+from muon_compile.plan.exchange import Place
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional  # no process group is needed to name its operators
@@ -181,6 +182,20 @@ def test_the_order_of_collectives_counts(step: mc.CompiledStep, traced: TracedSt
     assert check_graph(promise(step, "all_reduce", "all_gather_into_tensor"), traced)
     with pytest.raises(RuntimeError, match="differ from the plan's"):
         check_graph(promise(step, "all_gather_into_tensor", "all_reduce"), traced)
+
+
+def test_collectives_over_nodes_are_compared_over_the_whole_shard_group(traced: TracedStep) -> None:
+    def build(graph: Graph, given: dict[str, Node]) -> None:
+        for group in ("mine", "others", "all"):
+            sent = graph.call_function(c10d.all_to_all_single.default, (given["grad_0"], [2, 2], [2, 2], group))
+            graph.call_function(c10d.wait_tensor.default, (sent,))
+
+    place = Place(shard_group="all", node_group="mine", peer_group="others")
+    ((group, lines),) = collective_lines(add(traced, build), [Place(shard_group="all"), place]).items()
+    assert group == "all"
+    kinds = [f"all_to_all_single {where}" for where in ("within the node", "between nodes", "")]
+    assert [" ".join(line.replace("None", "").split()) for line in lines] == [kind.strip() for kind in kinds]
+    assert set(collective_lines(traced)) == {"mine", "others", "all"}
 
 
 def test_the_check_stands_between_tracing_and_compiling(monkeypatch: pytest.MonkeyPatch) -> None:

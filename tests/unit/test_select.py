@@ -123,12 +123,25 @@ def test_auto_is_predicted_to_be_no_slower_than_any_single_strategy() -> None:
     shapes = [(1024, 1024)] * 12 + [(4096, 1024)] * 6 + [(2048, 64)] * 32 + [(512, 2048)] * 3
     for hardware in (FREE, SLOW_START, NARROW, Hardware.preset("h100")):
         auto = predict_step(plan_of(*shapes, ranks=16, hardware=hardware), hardware).seconds
+        nodes = predict_step(plan_of(*shapes, ranks=16, hardware=hardware, node_size=4), hardware).seconds
         for name in STRATEGY_NAMES[1:]:
             try:
-                plan = plan_of(*shapes, ranks=16, hardware=hardware, strategy=name)
+                plan = plan_of(*shapes, ranks=16, hardware=hardware, strategy=name, node_size=4)
             except ValueError:  # a Gram strategy on wide matrices
                 continue
-            assert auto <= predict_step(plan, hardware).seconds * 1.05, name
+            best = nodes if name == "hierarchical_all_to_all" else auto
+            assert best <= predict_step(plan, hardware).seconds * 1.05, name
+
+
+def test_nodes_are_used_where_they_are_named_or_nothing_else_is_left() -> None:
+    many = [(1024, 1024)] * 64
+    starts_slowly = machine(1e-4, 1e12)
+    assert chosen(plan_of(*many, ranks=64, hardware=starts_slowly, node_size=8)) == ["hierarchical_all_to_all"]
+    assert chosen(plan_of(*many, ranks=64, hardware=starts_slowly)) != ["hierarchical_all_to_all"]
+    # 7 peers within the node and 7 between nodes: 14 in all.
+    narrow = machine(1e-9, 1e8, limit=14)
+    assert chosen(plan_of(*many, ranks=64, hardware=narrow)) == ["hierarchical_all_to_all"]
+    assert chosen(plan_of(*many, ranks=64, hardware=machine(1e-9, 1e8, limit=13))) != ["hierarchical_all_to_all"]
 
 
 @settings(max_examples=30, deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import muon_compile as mc
 from muon_compile.plan import strategies
 from muon_compile.plan.assign import assign_grid
-from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange
+from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange, default_node_size
 from muon_compile.plan.strategies import (
     collectives,
     feasible,
@@ -34,10 +34,11 @@ def flops_of_rank(made: Exchange, unit_flops: int, shard: int, replica: int) -> 
 
 
 GRAM = ("gram_all_reduce", "gram_scatter")
+NODES = "hierarchical_all_to_all"
 
 
 def exchange(strategy: str, shape: tuple[int, int, int], ranks: int, **changes: Any) -> Exchange:
-    """Units ``(num_units, rows, cols)`` over even shards; ``replicas=`` divides them."""
+    """Units ``(num_units, rows, cols)`` over even shards, in nodes where needed; ``replicas=`` divides them."""
     num, rows, cols = shape
     replicas = changes.pop("replicas", 1)
     owned = strategy in OWNED
@@ -56,6 +57,7 @@ def exchange(strategy: str, shape: tuple[int, int, int], ranks: int, **changes: 
         "comm_dtype": "bfloat16",
         "form": "standard",
         "kernel": "graph",
+        "node_size": default_node_size(ranks) if strategy == NODES else 0,
     }
     return Exchange(**(values | changes))
 
@@ -80,11 +82,14 @@ def test_what_is_feasible_and_why_not() -> None:
     assert "another algorithm" in str(why_not("local"))
     assert why_not("local", sizes=(64,)) is None
     for strategy in SHARDED:
-        assert why_not(strategy) is None
-        assert why_not(strategy, sizes=(40, 24, 0)) is None
-        assert "nothing to exchange" in str(why_not(strategy, sizes=(64,)))
-    for strategy in ("all_gather", "all_to_all", "gather_broadcast", "gather_scatter"):
-        assert why_not(strategy, cols=65, blocks_cut=True, relative_eps=True) is None
+        assert why_not(strategy, sizes=(16, 16, 16, 16), node_size=2) is None
+        assert why_not(strategy, sizes=(40, 24, 0, 0), node_size=2) is None
+        assert "nothing to exchange" in str(why_not(strategy, sizes=(64,), node_size=2))
+    for strategy in SHARDED[:-1]:
+        assert why_not(strategy) is why_not(strategy, sizes=(40, 24, 0)) is None
+    for strategy in ("all_gather", "all_to_all", "gather_broadcast", "gather_scatter", NODES):
+        limits = {"sizes": (16, 16, 16, 16), "node_size": 2}
+        assert why_not(strategy, cols=65, blocks_cut=True, relative_eps=True, **limits) is None
     for strategy in GRAM:
         assert why_not(strategy, cols=64) is None
         assert "64 entries, the other one 65" in str(why_not(strategy, cols=65))
@@ -111,6 +116,13 @@ def test_collectives_in_their_order_with_the_operators_input() -> None:
     assert promised(made["all_to_all"]) == [
         ("all_to_all_single", "shard", 6 * 3 * 3 * 2),
         ("all_to_all_single", "shard", 2 * whole),
+    ]
+    # Nodes of 6 and 4 rows; 3 units for the ranks of either index.
+    assert promised(made[NODES]) == [
+        ("all_to_all_single", "shard/node", 6 * 3 * 3 * 2),
+        ("all_to_all_single", "shard/peers", 3 * 6 * 3 * 2),
+        ("all_to_all_single", "shard/peers", 2 * whole),
+        ("all_to_all_single", "shard/node", 3 * 6 * 3 * 2),
     ]
     assert promised(made["gram_all_reduce"]) == [("all_reduce", "shard", 6 * 3 * 3 * 4)]
     # Triangles of 6 entries; two units for each of 4 ranks.
@@ -192,26 +204,29 @@ def test_local_units_are_sent_only_where_replicas_divide_them() -> None:
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_part_without_entries_sends_nothing(strategy: str) -> None:
     for shape in ((0, 4, 4), (2, 4, 0), (2, 0, 0)):
-        assert promised(exchange(strategy, shape, 2)) == []
-        assert sent_bytes(exchange(strategy, shape, 2), 0, 0) == 0
+        assert promised(exchange(strategy, shape, 4)) == []
+        assert sent_bytes(exchange(strategy, shape, 4), 0, 0) == 0
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
-# Bytes that a rank sends, with k units of [m, n], a wire of s bytes, W ranks; f = (W - 1) / W.
+# Bytes that a rank sends, with k units of [m, n], a wire of s bytes, W ranks; f = (W - 1) / W; nodes of SIZES[W].
+SIZES = {4: 2, 8: 4}
 PAYLOAD = {
     "all_gather": lambda k, m, n, s, f, ranks: k * m * n * s * f,
     "all_to_all": lambda k, m, n, s, f, ranks: 2 * k * m * n * s * f / ranks,
     "gather_broadcast": lambda k, m, n, s, f, ranks: 2 * k * m * n * s * f,
     "gather_scatter": lambda k, m, n, s, f, ranks: k * m * n * s * f * (1 + 1 / ranks),
+    NODES: lambda k, m, n, s, f, ranks: 2 * k * m * n * s / ranks * (2 - 1 / SIZES[ranks] - SIZES[ranks] / ranks),
     "gram_all_reduce": lambda k, m, n, s, f, ranks: 2 * k * n * n * 4 * f,
     "gram_scatter": lambda k, m, n, s, f, ranks: 2 * k * n * (n + 1) / 2 * 4 * f,
 }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [(name, ranks) for name in SHARDED for ranks in (2, 4, 8) if name != NODES or ranks in SIZES]
+)
 def test_even_shares_send_what_the_table_says(strategy: str, ranks: int, dtype: str) -> None:
     made = exchange(strategy, (16, 64, 24), ranks, comm_dtype=dtype)
     expected = PAYLOAD[strategy](16, 64, 24, 2 if dtype == "bfloat16" else 4, (ranks - 1) / ranks, ranks)
@@ -258,6 +273,9 @@ def test_what_is_held_at_once() -> None:
     padded = 6 * 12 * 3 * 2
     assert held["all_gather"] == held["gather_broadcast"] == held["gather_scatter"] == padded
     assert held["all_to_all"] == 2 * 10 * 3 * 2
+    assert held[NODES] == 2 * 10 * 3 * 2
+    # Between the steps, 4 units of the 6 rows of a node.
+    assert gathered_bytes(exchange(NODES, (6, 10, 3), 4, owner_counts=((2, 1, 2, 1),))) == 4 * 6 * 3 * 2
     assert held["gram_all_reduce"] == 6 * 9 * 4
     assert held["gram_scatter"] == 4 * 2 * 6 * 4
     assert gathered_bytes(exchange("local", (6, 10, 3), 1)) == 0
