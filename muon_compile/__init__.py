@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muon_compile.plan.plan import Plan
     from muon_compile.plan.planner import make_plan
     from muon_compile.plan.simulate import simulate
-    from muon_compile.route import route
+    from muon_compile.routing import route
     from muon_compile.run.compiled_step import CompiledStep, compile_step
     from muon_compile.run.stats import StepStats
     from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
@@ -49,7 +49,7 @@ _HOMES = {
     "model_specs": "plan.models",
     "register_adapter": "adapters",
     "register_symmetric_kernel": "build.symmetric",
-    "route": "route",
+    "route": "routing",
     "simulate": "plan.simulate",
     "verify": "verification.verify",
 }

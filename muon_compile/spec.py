@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -91,6 +92,7 @@ class ShardLayout:
         return (*shape[: self.dim], self.sizes[coordinate], *shape[self.dim + 1 :])
 
 
+@functools.lru_cache(maxsize=1024)
 def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
     """What ``torch.chunk`` gives each rank of ``length``: 5 on 4 ranks are 2, 2, 1, 0."""
     each = -(-length // ranks) if length else 0

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,30 @@ FORMULAS: dict[str, Callable[[int], int]] = {
     "broadcast_object_list": tree,
 }
 
-# Connections per rank that wrapping and a step need where every rank owns equally many matrices, so that results are
-# gathered; the strategy that sends the least comes first. Within a group connections are shared between collectives.
-NEEDS: dict[str, Callable[[int], int]] = {"all_to_all": pairwise, "gather_broadcast": tree_and_ring}
-
 
 def pick(connections: int, ranks: int) -> str:
-    """The strategy for a limit of connections per rank; the one place that the story asks."""
-    for name, need in NEEDS.items():
-        if need(ranks) <= connections:
-            return name
-    least = min(need(ranks) for need in NEEDS.values())
-    raise ValueError(f"--limit leaves {connections} connections per rank, expected at least {least}; raise it.")
+    """The planner's strategy on a network that holds so many connections for each rank, and where bytes decide."""
+    import muon_compile as mc
+    from muon_compile.plan.network import Level, Network, Plane
+    from muon_compile.spec import ShardLayout
+
+    if connections < tree_and_ring(ranks):
+        raise ValueError(
+            f"--limit leaves {connections} connections per rank, expected at least {tree_and_ring(ranks)}; raise it."
+        )
+    network = Network(
+        levels=(Level(name="all", latency_seconds=1e-9, bytes_per_second=1e6, plane="gloo"),),
+        planes=(Plane(name="gloo", max_queue_pairs=connections),),
+        shares_connections=True,
+    )
+    mesh = mc.MeshSpec(axes=(("shard", ranks),))
+    layout = ShardLayout(mesh=mesh, axis="shard", dim=1, sizes=(2,) * ranks)
+    spec = mc.MatrixSpec(name="stack", shape=(ranks, 2 * ranks, COLS), layout=layout)
+    hardware = replace(mc.Hardware.preset("cpu-2core"), network=network)
+    plan = mc.make_plan([spec], config=mc.MuonConfig(ns_dtype="float32"), hardware=hardware)
+    (bucket,) = plan.buckets
+    assert bucket.strategy is not None
+    return bucket.strategy
 
 
 # -- what a rank does --------------------------------------------------------------------------------------------------
@@ -213,10 +226,10 @@ def story(ranks: int, limit: int | None, timeout: float) -> dict[str, Any]:
     expected = update(matrices(ranks))
     own = min(rank.files for rank in launch(lambda rank, ranks: 0.0, Launch(ranks=ranks, timeout=timeout)))
     if limit is None:
-        limit = own + SPARE_FILES + NEEDS["gather_broadcast"](ranks)
+        limit = own + SPARE_FILES + tree_and_ring(ranks)
     picked = pick(limit - own - SPARE_FILES, ranks)
     note(f"{limit} open files per rank, {own} of them before any connection; picked {picked}")
-    everyone = "runs" if picked == "all_to_all" else "fails"
+    everyone = "runs" if pairwise(ranks) <= limit - own - SPARE_FILES else "fails"
     tries = [
         ("wrapping alone", stepping(picked, expected, steps=0), True, "runs"),
         ("step, all_to_all", stepping("all_to_all", expected), True, everyone),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -35,20 +36,22 @@ def best_plan(start: Plan, rankings: Mapping[int, Sequence[StrategyChoice]], rul
     if len(candidates) < 2:
         check_connections(own, rules.hardware_of)
         return own
-    (hardware,) = {rules.hardware_of(start.buckets[index].device) for index in list(rankings)[:1]}
+    hardware = rules.hardware_of(start.buckets[next(iter(rankings))].device)
     first = predict_step(own, hardware).seconds
-    best, seconds = own, first
+    best, seconds = (own, first) if _fits(own, rules) else (None, math.inf)
     for name in (name for name in STRATEGIES if name in candidates):
         made = {index: _common(ranking, name) for index, ranking in rankings.items()}
         plan = assemble(_taking(start, made), rules)
         predicted = predict_step(plan, hardware).seconds
         if predicted < seconds * _WORTH and _fits(plan, rules):
             best, seconds = plan, predicted
-    if best is not own:
-        why = f"; the whole step is predicted {first / seconds:.2f}x faster than with each bucket's own best"
-        best = replace(best, buckets=tuple(_reworded(bucket, why) for bucket in best.buckets))
-    check_connections(best, rules.hardware_of)
-    return best
+    if best is None:
+        check_connections(own, rules.hardware_of)
+        raise AssertionError("a plan that does not fit was not refused")
+    if best is own:
+        return own
+    why = f"; the whole step is predicted {first / seconds:.2f}x as fast as with each bucket's own best"
+    return replace(best, buckets=tuple(_reworded(bucket, why) for bucket in best.buckets))
 
 
 def _taking(start: Plan, taken: Mapping[int, StrategyChoice]) -> Plan:

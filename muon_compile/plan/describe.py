@@ -28,6 +28,7 @@ def describe_plan(plan: Plan) -> str:
     console.print(_buckets_table(plan))
     if any(part.exchange is not None for part in plan.parts):
         console.print(_exchanges_table(plan))
+        console.print(_strategies_table(plan))
         console.print(Text(_loads_line(plan)))
     if plan.batches:
         console.print(_batches_table(plan))
@@ -117,6 +118,11 @@ def _exchanges_table(plan: Plan) -> Table:
         rows.append((name, exchange.strategy, str(exchange.num_units), size, exchange.comm_dtype, sent, done, calls))
     headings = ("part", "strategy", "units", "rows x cols", "wire", "bytes", "units by owner", "collectives")
     return _table(headings, rows, right=("units", "bytes"))
+
+
+def _strategies_table(plan: Plan) -> Table:
+    rows = [(f"{b.name}:", b.choice.name, b.choice.reason) for b in plan.buckets if b.choice is not None]
+    return _table(("bucket", "strategy", "why"), rows, right=())
 
 
 def _min_max(rows: Sequence[Sequence[int]]) -> str:

@@ -75,7 +75,8 @@ def _params(a: Plan, b: Plan) -> Iterator[str]:
     olds, news = _sides(a), _sides(b)
     found: dict[tuple[str, str], list[str]] = {}
     for ((i, group), (j, other)), names in pairs.items():
-        for change in (*_changes(olds[i], news[j]), *_change("group", group, other)):
+        changes = _changes(olds[i], news[j])
+        for change in [*changes, ("group", f"{group} -> {other}")] if group != other else changes:
             found.setdefault(change, []).extend(names)
     order = [*_ASPECTS, "mathematics", "group"]
     for (what, words), names in sorted(found.items(), key=lambda item: order.index(item[0][0])):
@@ -88,16 +89,12 @@ def _changes(old: _Side, new: _Side) -> Iterator[tuple[str, str]]:
         if value(old) != value(new):
             left, right = words(old), words(new)
             yield what, f"{left}, cut otherwise" if left == right else f"{left} -> {right}"
-    left, right = old.bucket.config, new.bucket.config
-    if type(left) is type(right):
-        for field in fields(left):
-            values = (getattr(config, field.name) for config in (left, right))
-            yield from _change("mathematics", *(f"{field.name} {value}" for value in values))
-
-
-def _change(what: str, old: object, new: object) -> Iterator[tuple[str, str]]:
-    if old != new:
-        yield what, f"{old} -> {new}"
+    config, other = old.bucket.config, new.bucket.config
+    if type(config) is type(other):
+        for field in fields(config):
+            before, after = getattr(config, field.name), getattr(other, field.name)
+            if before != after:
+                yield "mathematics", f"{field.name} {before} -> {after}"
 
 
 def _home_of(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -169,7 +166,7 @@ def _form_words(side: _Side) -> str:
 
 
 def _owned(side: _Side) -> list[list[int]]:
-    """Units by rank, all parts together, replica by replica; empty where every rank does all or there is no exchange."""
+    """Units by rank, all parts together, replica by replica; empty where no rank has its own."""
     tables = [e.owner_counts or tuple((count,) for count in e.replica_counts) for e in side.exchanges]
     return [[sum(column) for column in zip(*same, strict=True)] for same in zip(*tables, strict=True)]
 

@@ -68,6 +68,8 @@ class Network:
     Args:
         levels: Innermost first; each level's units are made of whole units of the one before.
         planes: The planes that they lie on.
+        shares_connections: All collectives of a group use the same connections, whatever their algorithm, as gloo's do;
+            else each algorithm opens its own, as NCCL's do.
 
     Raises:
         ValueError: Levels do not nest, or planes are unknown or twice there.
@@ -75,6 +77,7 @@ class Network:
 
     levels: tuple[Level, ...]
     planes: tuple[Plane, ...]
+    shares_connections: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange_cost import exchange_cost, groups_of
 from muon_compile.plan.hardware import Hardware, network_of
+from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, Part, Plan
 from muon_compile.plan.strategies import collectives
 from muon_compile.plan.traffic import CollectiveCost, fastest, open_connections, over_limit
@@ -54,6 +55,14 @@ def check_connections(plan: Plan, hardware_of: Callable[[str], Hardware]) -> Non
         for spec in collectives(part.exchange):
             cost = fastest(spec.kind, spec.bytes_per_rank, groups[spec.axis], network)
             opened.setdefault(device, []).append((f"{layout.mesh.name}/{spec.axis}", cost))
+    for axes, indices in plan.agreements():
+        bucket = plan.buckets[indices[0]]
+        assert bucket.layout is not None
+        mesh, device, network = bucket.layout.mesh, bucket.device, network_of(hardware_of(bucket.device))
+        num_bytes = 4 * sum(plan.buckets[index].size for index in indices)
+        for axis, _, _ in axes:
+            cost = fastest("all_reduce", num_bytes, Group.along(mesh, axis), network)
+            opened.setdefault(device, []).append((f"{mesh.name}/{axis}", cost))
     for device, costs in opened.items():
         network = network_of(hardware_of(device))
         problem = over_limit(open_connections(costs, network), network)

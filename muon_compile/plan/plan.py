@@ -340,8 +340,9 @@ def resolve_part(buckets: Sequence[Bucket], part: Part) -> Stretch:
 def find_choice(choices: Sequence[FormChoice], bucket: Bucket, rows: int) -> FormChoice:
     """The choice for the blocks of ``rows`` rows of a bucket's matrices."""
     assert bucket.view is not None and isinstance(bucket.config, MuonConfig)
-    wanted = (rows, bucket.view.cols, bucket.device, iteration_key(bucket.config))
-    return next(c for c in choices if (c.rows, c.cols, c.device, iteration_key(c.config)) == wanted)
+    wanted, cols, device = iteration_key(bucket.config), bucket.view.cols, bucket.device
+    alike = (c for c in choices if c.rows == rows and c.cols == cols and c.device == device)
+    return next(c for c in alike if iteration_key(c.config) == wanted)
 
 
 def iteration_key(config: MuonConfig) -> tuple[object, ...]:

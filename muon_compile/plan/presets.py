@@ -62,6 +62,7 @@ _ASCEND_910C = Network(
 _LOOPBACK = Network(
     levels=(Level(name="loopback", latency_seconds=90e-6, bytes_per_second=0.9e9, plane="gloo"),),
     planes=(Plane(name="gloo"),),
+    shares_connections=True,
 )
 
 NETWORKS = {

@@ -12,8 +12,9 @@ from muon_compile.plan.exchange import GATHERS, GRAMS, OWNED, STRATEGIES, Exchan
 from muon_compile.plan.exchange_cost import ExchangeCost, exchange_cost
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
+from muon_compile.plan.network import Group
 from muon_compile.plan.strategies import feasible, gathers_results
-from muon_compile.plan.traffic import open_connections, over_limit
+from muon_compile.plan.traffic import fastest, open_connections, over_limit
 from muon_compile.spec import FLOAT_BYTES, MeshSpec
 
 # Gram strategies iterate on Grams alone: float32, all steps in one segment.
@@ -88,7 +89,7 @@ def rank_by_time(cut: Exchange, config: MuonConfig, around: Surroundings) -> tup
             continue
         candidate = _candidate(cut, name, around)
         cost = exchange_cost(candidate, config, around.mesh, around.hardware)
-        limit = _limit(cost, around)
+        limit = _limit(cost, cut, around)
         if limit is None:
             found.append((_seconds(candidate, cost, around), name))
         else:
@@ -147,7 +148,10 @@ def _seconds(candidate: Exchange, cost: ExchangeCost, around: Surroundings) -> f
     return sent + everyone + owned * spread
 
 
-def _limit(cost: ExchangeCost, around: Surroundings) -> str | None:
-    opened = [(spec.axis, sent) for phase in cost.phases for spec, sent in phase]
+def _limit(cost: ExchangeCost, cut: Exchange, around: Surroundings) -> str | None:
     network = network_of(around.hardware)
+    opened = [(spec.axis, sent) for phase in cost.phases for spec, sent in phase]
+    for axis in (cut.shard_axis, cut.replica_axis):  # where the ranks agree on gradients first
+        if axis is not None:
+            opened.append((axis, fastest("all_reduce", 4 * cut.num_units, Group.along(around.mesh, axis), network)))
     return over_limit(open_connections(opened, network), network)

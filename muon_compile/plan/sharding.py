@@ -126,10 +126,18 @@ def node_size_of(ranks: int, bucket: Bucket, rules: Rules) -> int:
     if rules.node_size is not None:
         return rules.node_size
     assert bucket.layout is not None and bucket.layout.axis is not None
-    stride = Group.along(bucket.layout.mesh, bucket.layout.axis).stride
-    for level in reversed(network_of(rules.hardware_of(bucket.device)).levels):
+    stride, network = (
+        Group.along(bucket.layout.mesh, bucket.layout.axis).stride,
+        network_of(rules.hardware_of(bucket.device)),
+    )
+    # Nodes so small that a device could not hold the peers between them are none.
+    limits = [
+        p.max_queue_pairs // p.queue_pairs_per_connection for p in network.planes if p.max_queue_pairs is not None
+    ]
+    most = min(limits, default=ranks)
+    for level in reversed(network.levels):
         size = (level.ranks or 0) // stride
-        if 1 < size < ranks and ranks % size == 0:
+        if 1 < size < ranks and ranks % size == 0 and ranks // size <= most:
             return size
     return default_node_size(ranks)
 
@@ -236,13 +244,15 @@ def unit_flops(exchange: Exchange, bucket: Bucket) -> int:
     assert isinstance(bucket.config, MuonConfig)
     form = parse_form(exchange.form, bucket.config.ns_steps)
     rows, cols = (exchange.cols, exchange.rows) if exchange.transposed else (exchange.rows, exchange.cols)
-    symmetric, narrow = exchange.kernel != "graph", FLOAT_BYTES[bucket.config.ns_dtype] < FLOAT_BYTES["float32"]
+    # Grams multiply what travels, in its dtype.
+    dtype = exchange.comm_dtype if exchange.strategy in GRAMS else bucket.config.ns_dtype
+    symmetric, narrow = exchange.kernel != "graph", FLOAT_BYTES[dtype] < FLOAT_BYTES["float32"]
     return sum(form.flops(block, cols, symmetric=symmetric, narrow=narrow) for block in exchange.blocks or (rows,))
 
 
 def _owner_flops(exchange: Exchange, bucket: Bucket) -> int:
     """What the owner of a unit does for all."""
-    return max(1, owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops(exchange, bucket)))
+    return max(1, owned_flops(exchange, unit_flops(exchange, bucket)))
 
 
 def exchanged_bytes(bucket: Bucket, comm_dtype: str | None) -> int:

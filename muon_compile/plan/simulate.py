@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cattrs
 from rich import box
@@ -127,7 +127,8 @@ def simulate(
     Times are lower bounds where the hardware's figures are a data sheet's.
 
     Args:
-        what: A model's name (``model_specs``), parameters, or a plan, which is then taken as it is.
+        what: A model's name (``model_specs``), parameters, which then lie on the hardware's device, or a plan, which is
+            taken as it is.
         ranks: How many; without a mesh they all shard, as ``fully_shard`` cuts by default.
         mesh: One axis, or the replicas' axis and the shards' axis; ``ranks`` may then be left out.
         hardware: Figures, or a preset's name.
@@ -147,7 +148,7 @@ def simulate(
     if isinstance(what, str):
         name, specs = what, tuple(model_specs(what, mesh=given, device=machine.device))
     else:
-        specs = tuple(what)
+        specs = tuple(replace(spec, device=machine.device) for spec in what)
         name = f"{len(specs)} parameters"
     rows = []
     for strategy in ("auto", *STRATEGY_NAMES) if strategies is None else strategies:

@@ -234,11 +234,11 @@ def _why_no_nodes(ranks: int, node_size: int) -> str | None:
 
 
 def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
-    start, stop = exchange.replica_run(replica)
+    units = exchange.replica_counts[replica] if exchange.replica_counts else exchange.num_units
     owned = exchange.owned(replica) if exchange.strategy in OWNED else ()
     broadcasts = exchange.strategy == "gather_broadcast" and not exchange.gathers_results
     broadcasters = tuple(i for i, units in enumerate(owned) if units) if broadcasts else ()
-    return _Run(exchange, stop - start, owned, broadcasters, rank, replica)
+    return _Run(exchange, units, owned, broadcasters, rank, replica)
 
 
 def _phases(run: _Run) -> list[list[_Transfer]]:
@@ -261,6 +261,15 @@ def _runs(exchange: Exchange) -> list[_Run]:
     return [_run(exchange, replica, 0) for replica in range(max(1, len(exchange.replica_counts)))]
 
 
+def _unlike_runs(exchange: Exchange) -> list[_Run]:
+    """One of each kind of run: of a thousand replicas most own alike."""
+    kinds = exchange.owner_counts if exchange.strategy in OWNED else exchange.replica_counts
+    first: dict[object, int] = {}
+    for replica, kind in enumerate(kinds if exchange.replica_counts else [None]):
+        first.setdefault(kind, replica)
+    return [_run(exchange, replica, 0) for replica in first.values()]
+
+
 def phases(exchange: Exchange, replica: int | None = None) -> list[tuple[CollectiveSpec, ...]]:
     """The collectives of a part, phase by phase in the order in which they are issued.
 
@@ -274,7 +283,7 @@ def phases(exchange: Exchange, replica: int | None = None) -> list[tuple[Collect
     """
     if exchange.num_units * exchange.rows * exchange.cols == 0:
         return []
-    runs = _runs(exchange) if replica is None else [_run(exchange, replica, 0)]
+    runs = _unlike_runs(exchange) if replica is None else [_run(exchange, replica, 0)]
     broadcasters = tuple(sorted({owner for run in runs for owner in run.broadcasters}))
     everyone = [_phases(run._replace(broadcasters=broadcasters)) for run in runs]
     made = [_most(same, exchange.shard_axis) for same in zip(*everyone, strict=True)]
@@ -311,17 +320,21 @@ def sent_bytes(exchange: Exchange, shard_rank: int, replica_rank: int) -> int:
 
 def gathered_bytes(exchange: Exchange) -> int:
     """Most memory that what one collective gathers, whole units, Grams or results, takes on a rank, in bytes."""
-    within = [transfer for run in _runs(exchange) for transfer in _transfers(run)]
+    within = [transfer for run in _unlike_runs(exchange) for transfer in _transfers(run)]
     across = _between_replicas(exchange, max(exchange.sizes))
     return max((transfer.output_bytes for transfer in (*within, *across)), default=0)
 
 
-def owned_flops(strategy: Strategy, rows: int, cols: int, unit_flops: int) -> int:
+def owned_flops(exchange: Exchange, unit_flops: int) -> int:
     """Of a unit's FLOPs those that one rank does for all: with a Gram the small products, else everything.
 
-    The Gram and ``X <- Q X`` are ``4 m n^2``, done by every rank for the rows that it holds.
+    The Gram and ``X <- Q X`` are done by every rank for the rows that it holds: ``4 m n^2``, or ``6 m n^2`` where X is
+    narrower than Q, which is then applied as two halves.
     """
-    return unit_flops - min(unit_flops, 4 * rows * cols**2) if _ROWS[strategy].gram else unit_flops
+    if not _ROWS[exchange.strategy].gram:
+        return unit_flops
+    products = 4 if FLOAT_BYTES[exchange.comm_dtype] >= FLOAT_BYTES["float32"] else 6
+    return unit_flops - min(unit_flops, products * exchange.rows * exchange.cols**2)
 
 
 def flops_by_rank(exchange: Exchange, unit_flops: int) -> list[list[int]]:
@@ -329,7 +342,7 @@ def flops_by_rank(exchange: Exchange, unit_flops: int) -> list[list[int]]:
 
     A single row where replicas repeat the work.
     """
-    own = owned_flops(exchange.strategy, exchange.rows, exchange.cols, unit_flops)
+    own = owned_flops(exchange, unit_flops)
     shards, rows = len(exchange.sizes), max(exchange.rows, 1)
     shared = [0] * shards
     if own != unit_flops:

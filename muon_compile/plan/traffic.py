@@ -112,13 +112,13 @@ def open_connections(opened: Iterable[tuple[str, CollectiveCost]], network: Netw
 
     Args:
         opened: Every collective's axis and cost. Those over one axis and by one algorithm share their connections;
-            other algorithms of the same communicator, and other axes, share none.
+            other algorithms of the same communicator only where the network says so, and other axes none.
         network: The network of those costs.
     """
     held: dict[tuple[str, str], tuple[int, ...]] = {}
     for axis, cost in opened:
-        before = held.get((axis, cost.algorithm), cost.connections)
-        held[axis, cost.algorithm] = tuple(map(max, before, cost.connections))
+        key = (axis, "" if network.shares_connections else cost.algorithm)
+        held[key] = tuple(map(max, held.get(key, cost.connections), cost.connections))
     return tuple(map(sum, zip((0,) * len(network.levels), *held.values(), strict=True)))
 
 

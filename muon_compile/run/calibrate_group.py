@@ -55,7 +55,7 @@ def calibrate_group(group: ProcessGroup | None = None) -> Hardware:
     latency = max(small / (size - 1), 1e-9)
     rate = 4 * _LARGE / max(large / (size - 1) - latency, 1e-9)
     level = Level(name="group", latency_seconds=latency, bytes_per_second=rate, plane=dist.get_backend(ranks))
-    network = Network(levels=(level,), planes=(Plane(name=level.plane),))
+    network = Network(levels=(level,), planes=(Plane(name=level.plane),), shares_connections=level.plane == "gloo")
     measured: Hardware = from_first_rank(replace(shared, network=network), [ranks])
     return measured
 

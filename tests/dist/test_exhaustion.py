@@ -41,10 +41,10 @@ def test_kinds_open_as_many_connections_as_their_formulas_say(report: dict[str, 
 def test_all_to_all_runs_out_where_the_picked_strategy_runs(report: dict[str, Any]) -> None:
     story = report["story"]
     wrap, pairwise, picked, connected = story["tries"]
-    assert story["picked"] == "gather_broadcast"
+    assert story["picked"] == "all_gather"
     assert pairwise["outcome"] == "fails" and pairwise["exhausted"] > 0, pairwise
     assert picked["statuses"] == {"ran": RANKS} and picked["error"] < exhaust.TOLERANCE, picked
-    assert wrap["connections"] <= picked["connections"] <= exhaust.NEEDS["gather_broadcast"](RANKS)
+    assert wrap["connections"] <= picked["connections"] <= exhaust.tree_and_ring(RANKS)
     assert connected["outcome"] == "fails" and connected["exhausted"] > 0, connected
 
 
@@ -62,7 +62,7 @@ def test_formulas(formula: Any, counts: list[int]) -> None:
     assert [formula(ranks) for ranks in (2, 3, 6, 16)] == counts
 
 
-def test_pick_takes_what_sends_least_and_fits() -> None:
-    assert [exhaust.pick(limit, 16) for limit in (15, 14, 5)] == ["all_to_all", *["gather_broadcast"] * 2]
+def test_the_planner_picks_what_sends_least_of_what_fits() -> None:
+    assert [exhaust.pick(limit, 16) for limit in (15, 14, 5)] == ["all_to_all", "hierarchical_all_to_all", "all_gather"]
     with pytest.raises(ValueError, match="--limit leaves 4 connections per rank, expected at least 5"):
         exhaust.pick(4, 16)

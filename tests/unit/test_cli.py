@@ -1,16 +1,43 @@
-"""The command, in this process: help, arguments that are refused, and a verification on one rank."""
+"""The command, in this process: help, arguments that are refused, verify on one rank, and calibrate."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import muon_compile as mc
 from muon_compile import cli
+from muon_compile.plan.hardware import SIDES, Rates
+from muon_compile.run import calibrate as calibrate_module
+from muon_compile.run import calibrate_group as group_module
 from muon_compile.verification import verify as verify_module
+from tests.unit.commands import output
+
+
+@pytest.mark.parametrize("command", ["plan", "plan diff", "simulate", "calibrate"])
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: python -m muon_compile {command} [-h]")
+    assert f"examples:\n  muon-compile {command} " in out and "--json" in out
+
+
+def test_the_installed_command_goes_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/muon-compile", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().out.startswith("usage: muon-compile ")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
@@ -68,3 +95,47 @@ def test_help_does_not_wait_for_torch() -> None:
     code = "import sys; sys.argv[1:] = ['verify', '--dtype', 'x']\n"
     code += "from muon_compile.cli import main\ntry: main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+# -- calibrate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mc.Hardware]:
+    """Stands in for the measurement, which takes seconds."""
+    rates = tuple(10.0**9 * (1 + index) for index in range(len(SIDES)))
+    gemm = (Rates(kernel="graph", dtype="float32", flops_per_second=rates),)
+    figures = {"bytes_per_second": 12.5e9, "cache_bytes": 2**21, "op_seconds": 1.25e-6}
+    hardware = mc.Hardware(name="made up", device="cpu", gemm=gemm, **figures)  # type: ignore[arg-type]
+    monkeypatch.setenv("MUON_COMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate_module, "_measure", lambda name: hardware)
+    yield hardware
+    calibrate_module._calibrated.cache_clear()
+
+
+def test_calibrate_prints_and_writes_what_it_measured(
+    measured: mc.Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "hardware.json"
+    out = output(capsys, "calibrate", "--out", str(path))
+    for words in ("graph float32: 1, 2, 3, 4, 5, 6", "12.5 GB/s", "2 MiB", "1.25 us", "network: not measured"):
+        assert words in out
+    assert mc.Hardware.from_json(path.read_text(encoding="utf-8")) == measured
+    assert mc.Hardware.from_json(output(capsys, "calibrate", "--json")) == measured
+    # The file, and auto, are that machine.
+    for name in (str(path), "auto"):
+        data = json.loads(output(capsys, "simulate", "gpt2", "--ranks", "2", "--hardware", name, "--json"))
+        assert data["hardware"] == "made up"
+
+
+def test_calibrate_in_a_group_measures_its_network(
+    measured: mc.Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_group = dataclasses.replace(measured, network=mc.Hardware.preset("h100").network)
+    monkeypatch.setattr(group_module, "calibrate_group", lambda: in_group)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        out = output(capsys, "calibrate")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "network, cluster on infiniband: 14.0 us a message, 50.00 GB/s of one rank" in out

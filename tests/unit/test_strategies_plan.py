@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -300,7 +301,7 @@ def test_owned_work_is_done_once(
     strategy: str, shape: tuple[int, int, int], ranks: int, replicas: int, unit_flops: int
 ) -> None:
     made = exchange(strategy, shape, ranks, replicas=replicas)
-    own = owned_flops(made.strategy, made.rows, made.cols, unit_flops)
+    own = owned_flops(made, unit_flops)
     assert own >= 0
     times = 1 if strategy in OWNED else ranks
     total = sum(flops_of_rank(made, unit_flops, rank, copy) for rank in range(ranks) for copy in range(replicas))
@@ -309,16 +310,19 @@ def test_owned_work_is_done_once(
 
 def test_work_of_a_rank() -> None:
     shape, flops = (6, 8, 4), 1000
+    wide = functools.partial(exchange, comm_dtype="float32")
     assert [flops_of_rank(exchange("all_gather", shape, 4), flops, rank, 0) for rank in (0, 3)] == [6000, 6000]
     assert [flops_of_rank(exchange("gather_scatter", shape, 4), flops, rank, 0) for rank in (0, 3)] == [2000, 1000]
     # Products with X are 4 * 8 * 4^2 = 512 of a unit's FLOPs, a quarter of them on each rank.
-    assert owned_flops("gram_scatter", 8, 4, flops) == 488
-    assert [flops_of_rank(exchange("gram_scatter", shape, 4), flops, rank, 0) for rank in (0, 3)] == [
+    assert owned_flops(wide("gram_scatter", shape, 4), flops) == 488
+    assert [flops_of_rank(wide("gram_scatter", shape, 4), flops, rank, 0) for rank in (0, 3)] == [
         2 * 488 + 6 * 128,
         488 + 6 * 128,
     ]
-    assert flops_of_rank(exchange("gram_all_reduce", shape, 4), flops, 3, 0) == 6 * (488 + 128)
-    assert flops_of_rank(exchange("gram_all_reduce", shape, 4, replicas=2), flops, 3, 1) == 3 * (488 + 128)
+    assert flops_of_rank(wide("gram_all_reduce", shape, 4), flops, 3, 0) == 6 * (488 + 128)
+    assert flops_of_rank(wide("gram_all_reduce", shape, 4, replicas=2), flops, 3, 1) == 3 * (488 + 128)
+    # A Q that is wider than X is applied as two halves.
+    assert owned_flops(exchange("gram_scatter", shape, 4), flops) == 1000 - 6 * 8 * 4**2
 
 
 def test_every_strategy_has_a_row() -> None:

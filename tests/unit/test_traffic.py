@@ -207,6 +207,9 @@ def test_connections_are_shared_by_an_axis_and_an_algorithm() -> None:
     assert open_connections([gather, ("shard", cost("tree", 4, 0))], net) == (6, 1)
     assert open_connections([gather, ("replica", cost("ring", 0, 2)), gather], net) == (2, 3)
     assert open_connections([], net) == (0, 0)
+    shared = dataclasses.replace(net, shares_connections=True)
+    assert open_connections([gather, ("shard", cost("tree", 4, 0))], shared) == (4, 1)
+    assert open_connections([gather, ("replica", cost("ring", 0, 2)), gather], shared) == (2, 3)
 
 
 def test_queue_pairs_are_counted_by_plane() -> None:

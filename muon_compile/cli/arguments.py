@@ -1,0 +1,179 @@
+"""The arguments of every command. Nothing here imports torch: help and refusals need not wait for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muon_compile.spec import MeshSpec
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLES = {
+    "verify": """
+  python -m muon_compile verify
+  torchrun --standalone --nproc-per-node 4 -m muon_compile verify --ranks-axes 2x2 --dtype bfloat16""",
+    "plan": """
+  muon-compile plan llama-7b --mesh 4x8 --hardware h200 --save plan.json
+  muon-compile plan my_package.model:build --mesh 8 --strategy all_to_all --max-gather-bytes 512M""",
+    "plan diff": """
+  muon-compile plan diff before.json after.json""",
+    "simulate": """
+  muon-compile simulate moe-100b --ranks 512 --mesh 8x64 --hardware ascend-910c --trace step.json
+  muon-compile simulate moe-100b --sweep 8 64 512 4096 --png scaling.png""",
+    "calibrate": """
+  muon-compile calibrate --out hardware.json
+  torchrun --standalone --nproc-per-node 4 -m muon_compile calibrate --out hardware.json""",
+}
+
+_WHAT = """WHAT is a public model's name, such as llama-7b or moe-100b, or module:function: a function without arguments
+that returns a torch.nn.Module, sorted as muon_compile.route sorts it, or a list of MatrixSpec."""
+
+_BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """The arguments and the parser of their command, for its errors. Exits with 2 where they cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="muon-compile" if Path(sys.argv[0]).stem == "muon-compile" else "python -m muon_compile",
+        description="The whole Muon optimizer step as one compiled graph.",
+        epilog="examples:" + "".join(_EXAMPLES.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {
+        "plan": _plan(commands),
+        "plan diff": _plan_diff(commands),
+        "simulate": _simulate(commands),
+        "calibrate": _calibrate(commands),
+        "verify": _verify(commands),
+    }
+    # A command of two words: argparse knows single ones, so it gets them as one.
+    args = parser.parse_args(["plan diff", *argv[2:]] if argv[:2] == ["plan", "diff"] else argv)
+    return args, parsers[args.command]
+
+
+def _command(commands: _Commands, name: str, text: str, notes: str = "") -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=f"{text}.\n\n{notes}".rstrip(),
+        epilog="examples:" + _EXAMPLES[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _plan(commands: _Commands) -> argparse.ArgumentParser:
+    parser = _command(commands, "plan", "show what a step will do", _WHAT)
+    _add_what(parser)
+    parser.add_argument("--mesh", type=mesh, metavar="RxS", help=_MESH.format("one rank"))
+    _add_hardware(parser)
+    parser.add_argument("--strategy", default="auto", metavar="NAME", help="for all matrices (default: auto)")
+    parser.add_argument("--ns", default="auto", metavar="FORM", help="form of the iteration (default: auto)")
+    parser.add_argument(
+        "--replicas",
+        choices=("divide", "repeat"),
+        default="divide",
+        help="ranks that hold copies share the work, or each does it (default: divide)",
+    )
+    text = "bound on what is gathered at once, such as 512M (default: 1G)"
+    parser.add_argument("--max-gather-bytes", type=num_bytes, default=2**30, metavar="N", help=text)
+    _add_json(parser)
+    parser.add_argument("--save", type=Path, metavar="PATH", help="also write the plan there, as JSON")
+    return parser
+
+
+def _plan_diff(commands: _Commands) -> argparse.ArgumentParser:
+    text = "what changed between two saved plans; exits with 1 if anything did"
+    parser = _command(commands, "plan diff", text)
+    for name in ("a", "b"):
+        parser.add_argument(name, type=Path, metavar=f"{name.upper()}.json", help="a file from plan --save")
+    _add_json(parser)
+    return parser
+
+
+def _simulate(commands: _Commands) -> argparse.ArgumentParser:
+    parser = _command(commands, "simulate", "predict a step on ranks that are not there, under every strategy", _WHAT)
+    _add_what(parser)
+    worlds = parser.add_mutually_exclusive_group()
+    worlds.add_argument("--ranks", type=count, metavar="N", help="world size")
+    worlds.add_argument("--sweep", type=count, nargs="+", metavar="N", help="several world sizes")
+    axes = parser.add_mutually_exclusive_group()
+    axes.add_argument("--mesh", type=mesh, metavar="RxS", help=_MESH.format(_ALL))
+    axes.add_argument("--shard", type=count, metavar="S", help="S ranks shard, the rest of each world are replicas")
+    _add_hardware(parser)
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="only these (default: auto and all others)")
+    _add_json(parser)
+    parser.add_argument("--png", type=Path, metavar="PATH", help="of a sweep: draw step times and queue pairs")
+    text = "of one world: write the predicted timelines for ui.perfetto.dev"
+    parser.add_argument("--trace", type=Path, metavar="PATH", help=text)
+    return parser
+
+
+def _calibrate(commands: _Commands) -> argparse.ArgumentParser:
+    notes = """The CPU's products, copies and operators are measured once and kept in the user's cache directory; under
+torchrun the network among the ranks is measured too. plan and simulate take the file as --hardware."""
+    parser = _command(commands, "calibrate", "measure this machine for the planner", notes)
+    _add_json(parser)
+    parser.add_argument("--out", type=Path, metavar="PATH", help="also write the figures there, as JSON")
+    return parser
+
+
+def _verify(commands: _Commands) -> argparse.ArgumentParser:
+    text = "run one step under every strategy on the ranks at hand and compare its directions with the polynomial"
+    parser = _command(commands, "verify", text)
+    parser.add_argument("--ranks-axes", type=mesh, metavar="RxS", help=_MESH.format(_ALL))
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the products (default: float32)"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["aot_eager"], metavar="NAME", help="aot_eager (default), inductor"
+    )
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="only these (default: all that can be used)")
+    parser.add_argument("--seed", type=int, default=0, help="of the gradients (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
+    return parser
+
+
+_MESH = "ranks along the mesh's axes: S that shard, or R replicas of S shards (default: {})"
+_ALL = "all ranks shard"
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="WHAT", help="a model's name, or module:function")
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    text = "a preset, a .toml or .json file, or auto: this machine, measured (default: h100)"
+    parser.add_argument("--hardware", default="h100", metavar="NAME", help=text)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def mesh(text: str) -> MeshSpec:
+    """A mesh from ``"S"`` or ``"RxS"``."""
+    parts = text.split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected S or RxS, such as 4 or 2x2, got {text!r}")
+    return MeshSpec(axes=tuple(zip(("replicate", "shard")[-len(parts) :], map(int, parts), strict=True)))
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def num_bytes(text: str) -> int:
+    """Bytes from a whole number, with K, M, G or T behind it in units of 1024."""
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    number = text[: len(text) - len(unit)]
+    if unit not in _BYTE_UNITS or not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, such as 1048576, 512M or 1G, got {text!r}")
+    return int(number) * _BYTE_UNITS[unit]

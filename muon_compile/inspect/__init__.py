@@ -1,0 +1,1 @@
+"""Pictures and files for people, out of plain data."""
