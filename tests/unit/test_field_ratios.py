@@ -107,8 +107,9 @@ def test_small_matrices_before_are_an_operator_at_a_time() -> None:
 def test_first_refused_is_refused_and_the_one_before_is_not(strategy: str) -> None:
     first = _queue_pairs.first_refused(strategy, H100)
     each = 8 if strategy == "hierarchical_all_to_all" else 1
-    # The last rank has a node of its own as soon as there is one more than fill the others; two queue pairs to a peer.
-    outside = {1: lambda ranks: (ranks - 1) // 8 * 8, 8: lambda ranks: ranks // 8 - 1}[each]
+    # The last rank has a node of its own as soon as there is one more than fill the others; two queue pairs to a peer,
+    # and to the 4 of the tree that agrees on gradients.
+    outside = {1: lambda ranks: (ranks - 1) // 8 * 8 + 4, 8: lambda ranks: ranks // 8 - 1 + 4}[each]
     assert first == next(ranks for ranks in range(each, 20_000, each) if 2 * outside(ranks) > 4092)
     specs = [MatrixSpec(name="w", shape=(4096, 4096), device="cuda")]
 
