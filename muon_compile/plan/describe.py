@@ -14,10 +14,12 @@ from rich.text import Text
 
 from muon_compile.plan.assign import imbalance
 from muon_compile.plan.plan import Bucket, Plan
-from muon_compile.plan.sharding import rank_flops
+from muon_compile.plan.sharding import rank_flops, unit_flops
 from muon_compile.plan.strategies import collectives
 
 WIDTH = 120
+# Up to this imbalance nothing is said about it.
+_BALANCED = 0.1
 
 
 def describe_plan(plan: Plan) -> str:
@@ -136,4 +138,18 @@ def _loads_line(plan: Plan) -> str:
     busiest, mean = max(loads), sum(loads) / len(loads)
     share = f"{busiest / 1e9:,.3f} GFLOP on the busiest rank, {mean / 1e9:,.3f} on average"
     each = ", ".join(f"{load / 1e9:,.3f}" for load in loads) if len(loads) <= 16 else f"{len(loads)} ranks"
-    return f"Newton-Schulz of exchanged parts: {share}, imbalance {imbalance(loads):.1%}; by rank: {each}"
+    line = f"Newton-Schulz of exchanged parts: {share}, imbalance {imbalance(loads):.1%}; by rank: {each}"
+    return line + (f"\n{_what_bounds(plan, mean)}" if imbalance(loads) > _BALANCED else "")
+
+
+def _what_bounds(plan: Plan, mean: float) -> str:
+    """Why owners' loads are not balanced any better: a matrix is never cut."""
+    owned = [
+        (p.exchange, plan.buckets[p.bucket]) for p in plan.parts if p.exchange is not None and p.exchange.owner_counts
+    ]
+    count = sum(exchange.num_units for exchange, _ in owned)
+    largest = max((unit_flops(exchange, bucket) for exchange, bucket in owned), default=0)
+    return (
+        f"A matrix has one owner: {count:,} for {plan.mesh.num_ranks:,} ranks, and the largest takes "
+        f"{largest / 1e9:,.3f} GFLOP, {largest / mean:.2f} of the average load."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import muon_compile as mc
+from muon_compile.cli import main
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), flags=re.DOTALL)
+PAGE = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def around() -> dict[str, Any]:
@@ -53,3 +56,17 @@ def test_the_other_blocks_of_the_readme() -> None:
     old = list(names["params"])
     exec(BLOCKS[2], names)
     assert all(not torch.equal(p, q) for p, q in zip(names["params"], old, strict=True))
+
+
+COMMANDS = re.findall(r"^muon-compile (.*?) *(?:#.*)?$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_readme(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert [path.name for path in tmp_path.rglob("*.png")] == (["scaling.png"] if "--png" in command else [])
+
+
+def test_there_are_commands_in_the_readme() -> None:
+    assert len(COMMANDS) == 3

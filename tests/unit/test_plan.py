@@ -400,3 +400,19 @@ def test_planning_imports_no_torch_and_does_not_depend_on_hash_seeds() -> None:
         assert run.returncode == 0, run.stderr
         digests.append(run.stdout.strip())
     assert digests[0] == digests[1] != ""
+
+
+def test_the_plan_says_what_bounds_the_balance() -> None:
+    def described(ranks: int) -> str:
+        specs = [mc.MatrixSpec(name=f"m{i}", shape=(64, 64)) for i in range(12)]
+        mesh = mc.MeshSpec(axes=(("shard", ranks),))
+        return mc.make_plan(specs, mesh=mesh, strategy="gather_broadcast").describe().replace("\n", " ")
+
+    assert "imbalance 0.0%" in described(4)
+    assert "A matrix has one owner" not in described(4)
+    # 12 matrices on 8 ranks: 2 on some, 1.5 on average.
+    assert "imbalance 33.3%" in described(8)
+    assert (
+        "A matrix has one owner: 12 for 8 ranks, and the largest takes 0.008 GFLOP, 0.67 of the average load."
+        in described(8)
+    )
