@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.multiprocessing.spawn(rank_main, args=(world, folder, args.sets, args.rounds), nprocs=world)
             found = json.loads(Path(folder, f"results{world}.json").read_text(encoding="utf-8"))
             hardware[world] = found["hardware"]
-            results += [Result(**r) for r in found["results"]]
+            results += [Result(**(r | {"taken": tuple(r["taken"])})) for r in found["results"]]
     assert all(math.isfinite(r.predicted) for r in results)
     print_verdicts(results)
     if args.json is not None:
