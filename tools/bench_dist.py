@@ -7,7 +7,7 @@
 pair     two strategies on row-sharded sets of tools/_shapes.py
 experts  stacks sharded between experts, which stay where they are, against the same matrices sharded by rows under
          all_gather: no strategy can be forced on a rank's own experts
-hsdp     2 replicas of 2 shards: replicas that repeat the work against replicas that divide it
+hsdp     2 replicas of 2 shards: replicas that repeat the work against replicas that divide it; and every rank doing all
 gram     gather_broadcast against gram_scatter, on tall matrices
 
 The ranks share this machine's cores, so wall time would say little: what is compared is user and system time of all
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +84,8 @@ def duels(args: argparse.Namespace) -> list[Duel]:
             repeat = Side(label="repeat", shapes=shapes, strategy=args.hsdp_strategy, axes=axes, replicas="repeat")
             divide = Side(label="divide", shapes=shapes, strategy=args.hsdp_strategy, axes=axes)
             found.append(Duel(name=f"2x2, {args.hsdp_strategy}, {name}", sides=(repeat, divide)))
+            plain = replace(repeat, label="all_gather, repeat", strategy="all_gather")
+            found.append(Duel(name=f"2x2, no division at all, {name}", sides=(plain, divide)))
     if args.gram or everything:
         for shapes in (SETS["smoke"][:1] * 4,) if args.sets == ["smoke"] else (SETS["mlp"], SMALL_GRAMS):
             tall = tuple((max(shape), min(shape)) for shape in shapes)
