@@ -18,7 +18,7 @@ import muon_compile as mc
 from muon_compile.kernels import cpu
 from muon_compile.plan.hardware import SIDES, Rates
 from muon_compile.run import calibrate as module
-from muon_compile.run import compiled_step
+from muon_compile.run import planning
 from muon_compile.run.calibrate import calibrate, local_hardware
 
 
@@ -282,7 +282,7 @@ def test_a_step_without_a_choice_measures_nothing(monkeypatch: pytest.MonkeyPatc
     def fail() -> mc.Hardware:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(compiled_step, "local_hardware", fail)
+    monkeypatch.setattr(planning, "local_hardware", fail)
     mc.compile_step(muon(), backend="aot_eager", config=mc.CompileConfig(exact=True))
     mc.compile_step(torch.optim.AdamW([Parameter(torch.ones(4))]), backend="aot_eager")
     with pytest.raises(AssertionError, match="measured"):

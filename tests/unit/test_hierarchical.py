@@ -222,5 +222,5 @@ def test_a_plan_over_nodes_holds_as_much_as_an_all_to_all() -> None:
 
 def test_a_plan_over_nodes_is_described() -> None:
     text = planned(8).describe()
-    (line,) = [line for line in text.splitlines() if NODES in line]
-    assert "4 all_to_all_single" in line and max(map(len, text.splitlines())) <= 120
+    line, why = [line for line in text.splitlines() if NODES in line]
+    assert "4 all_to_all_single" in line and "asked for" in why and max(map(len, text.splitlines())) <= 120
