@@ -37,7 +37,7 @@ test: $(READY) ## run the tests of one process; ARGS="-k muon -x" goes to pytest
 	$(BIN)/python -m pytest tests -m "not dist" $(ARGS)
 
 test-dist: $(READY) ## run the tests of several ranks, on gloo
-	$(BIN)/python -m pytest tests/dist -m dist $(ARGS)
+	$(BIN)/python -m pytest tests -m dist $(ARGS)
 
 bench: $(READY) ## print every figure of the README and draw step times (out/bench.png); ARGS="--minutes 10" runs all sets
 	$(BIN)/python tools/figures.py

@@ -13,6 +13,7 @@ from muon_compile.config import AdamWConfig
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.localize import localize
 from muon_compile.plan.plan import Bucket, Plan, Stretch
+from muon_compile.plan.strategies import NODE, PEERS
 from muon_compile.spec import Algorithm
 
 State = dict[str, dict[str, Tensor]]
@@ -146,7 +147,7 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
     if not 0 <= rank < plan.mesh.num_ranks:
         raise ValueError(f"build_step: rank: expected 0 <= rank < {plan.mesh.num_ranks}, got {rank}.")
     places = _places(plan, rank, groups or {})
-    plan = localize(plan, lambda layout: plan.mesh.coordinates(rank)[layout.axis or ""])
+    plan = localize(plan, lambda layout: layout.mesh.coordinates(rank)[layout.axis or ""])
 
     def update(params: Any, state: Mapping[str, BucketState], grads: Any, hyper: Any) -> tuple[Any, State]:
         listed = _as_list(plan, params, "params")
@@ -178,27 +179,29 @@ def _places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place
     Raises:
         ValueError: A group is missing, or one is given for an axis that nothing is exchanged over.
     """
-    stands: dict[int, tuple[str | None, str | None]] = {}
-    for index, part in enumerate(plan.parts):
-        layout = plan.buckets[part.bucket].layout
-        if part.exchange is not None and layout is not None:
-            stands[index] = (part.exchange.shard_axis, layout.replica_axis)
-    axes = {axis for pair in stands.values() for axis in pair if axis is not None}
+    shared = [(i, part.exchange, plan.buckets[part.bucket].layout) for i, part in enumerate(plan.parts)]
+    stands = {i: (exchange, layout) for i, exchange, layout in shared if exchange is not None and layout is not None}
+    axes: set[str] = set()
+    for exchange, layout in stands.values():
+        axes |= {axis for axis in (exchange.shard_axis, layout.replica_axis) if axis is not None}
+        axes |= {f"{exchange.shard_axis}{within}" for within in (NODE, PEERS) if exchange.node_size}
     if axes != set(groups):
         raise ValueError(
             f"build_step: groups: expected the name of a process group for every axis of {sorted(axes)} (those that "
             f"the plan exchanges matrices over), got {dict(groups)}."
         )
-    at = plan.mesh.coordinates(rank)
-    return {
-        index: Place(
+    places = {}
+    for index, (exchange, layout) in stands.items():
+        at, shard, replica = layout.mesh.coordinates(rank), exchange.shard_axis, layout.replica_axis
+        places[index] = Place(
             shard_rank=at[shard] if shard else 0,
             shard_group=groups[shard] if shard else "",
             replica_rank=at[replica] if replica else 0,
             replica_group=groups[replica] if replica else "",
+            node_group=groups.get(f"{shard}{NODE}", ""),
+            peer_group=groups.get(f"{shard}{PEERS}", ""),
         )
-        for index, (shard, replica) in stands.items()
-    }
+    return places
 
 
 def _as_list(plan: Plan, given: Any, what: str, *, optional: bool = False) -> list[Any]:

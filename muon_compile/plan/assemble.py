@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muon_compile.plan.exchange import STRATEGIES, Strategy, StrategyChoice
+from muon_compile.plan.hardware import network_of
 from muon_compile.plan.localize import local_bucket, make_batches, needs_exchange
-from muon_compile.plan.overlap import check_connections, order_parts
+from muon_compile.plan.overlap import order_parts
 from muon_compile.plan.plan import Batch, Bucket, Plan, Wave, find_choice, resolve_part
 from muon_compile.plan.sharding import Rules, exchanged_bytes, plan_exchanges, promised_collectives
 from muon_compile.plan.step_cost import predict_step
+from muon_compile.plan.traffic import over_limit
 from muon_compile.plan.waves import cut_buckets, exchanged_temp_bytes, fill_waves, part_temp_bytes
 
 # Another set of strategies has to make the whole step so much faster: predictions are not better than that.
@@ -32,25 +34,25 @@ def best_plan(start: Plan, rankings: Mapping[int, Sequence[StrategyChoice]], rul
         ValueError: The plan needs more connections than the network's devices hold.
     """
     own = assemble(_taking(start, {index: ranking[0] for index, ranking in rankings.items()}), rules)
-    candidates = {choice.name for ranking in rankings.values() for choice in ranking}
-    if len(candidates) < 2:
-        check_connections(own, rules.hardware_of)
+    exchanged = next((part.bucket for part in own.parts if part.exchange is not None), None)
+    if exchanged is None:
         return own
-    hardware = rules.hardware_of(start.buckets[next(iter(rankings))].device)
-    first = predict_step(own, hardware).seconds
-    best, seconds = (own, first) if _fits(own, rules) else (None, math.inf)
-    for name in (name for name in STRATEGIES if name in candidates):
-        made = {index: _common(ranking, name) for index, ranking in rankings.items()}
-        plan = assemble(_taking(start, made), rules)
-        predicted = predict_step(plan, hardware).seconds
-        if predicted < seconds * _WORTH and _fits(plan, rules):
-            best, seconds = plan, predicted
+    hardware = rules.hardware_of(own.buckets[exchanged].device)
+    cost = predict_step(own, hardware)
+    refused = over_limit(cost.connections, network_of(hardware))
+    best, seconds = (own, cost.seconds) if refused is None else (None, math.inf)
+    candidates = {choice.name for ranking in rankings.values() for choice in ranking}
+    for name in (name for name in STRATEGIES if name in candidates and len(candidates) > 1):
+        plan = assemble(_taking(start, {index: _common(ranking, name) for index, ranking in rankings.items()}), rules)
+        other = predict_step(plan, hardware)
+        if other.seconds < seconds * _WORTH and over_limit(other.connections, network_of(hardware)) is None:
+            best, seconds = plan, other.seconds
     if best is None:
-        check_connections(own, rules.hardware_of)
-        raise AssertionError("a plan that does not fit was not refused")
+        names = sorted({part.exchange.strategy for part in own.parts if part.exchange is not None})
+        raise ValueError(f"make_plan: strategies {', '.join(names)} on mesh {own.mesh.axes}: {refused}.")
     if best is own:
         return own
-    why = f"; the whole step is predicted {first / seconds:.2f}x as fast as with each bucket's own best"
+    why = f"; the whole step is predicted {cost.seconds / seconds:.2f}x as fast as with each bucket's own best"
     return replace(best, buckets=tuple(_reworded(bucket, why) for bucket in best.buckets))
 
 
@@ -69,14 +71,6 @@ def _common(ranking: Sequence[StrategyChoice], name: Strategy) -> StrategyChoice
 def _reworded(bucket: Bucket, why: str) -> Bucket:
     choice = bucket.choice
     return bucket if choice is None else replace(bucket, choice=replace(choice, reason=choice.reason + why))
-
-
-def _fits(plan: Plan, rules: Rules) -> bool:
-    try:
-        check_connections(plan, rules.hardware_of)
-    except ValueError:
-        return False
-    return True
 
 
 def assemble(start: Plan, rules: Rules) -> Plan:

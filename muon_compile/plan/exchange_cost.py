@@ -7,8 +7,7 @@ every rank waits for the one that owns the most, so a stage's time is given by t
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from muon_compile.config import MuonConfig
@@ -17,7 +16,7 @@ from muon_compile.plan.exchange import GRAMS, OWNED, Exchange
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.network import Group
-from muon_compile.plan.strategies import NODE, PEERS, phases
+from muon_compile.plan.strategies import NODE, PEERS, moved_bytes, phases
 from muon_compile.plan.traffic import CollectiveCost, fastest
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
@@ -83,11 +82,14 @@ def exchange_cost(exchange: Exchange, config: MuonConfig, mesh: MeshSpec, hardwa
         tuple((spec, fastest(spec.kind, spec.bytes_per_rank, groups[spec.axis], network)) for spec in phase)
         for phase in phases(exchange)
     ]
-    copies = [_copies([spec for spec, _ in phase], groups, hardware) for phase in sent]
+    copies = [
+        _cost(0.0, moved, len(phase) * _EXCHANGE_OPS // 2, hardware)
+        for moved, phase in zip(moved_bytes(exchange), sent, strict=True)
+    ]
     gram = exchange.strategy in GRAMS
     own = _gram_stages(exchange, config, hardware) if gram else _whole_stages(exchange, config, hardware)
     own += [Stage(by_owned={})] * (len(sent) + 1 - len(own))
-    # Packing lies before a phase, unpacking after it.
+    # Packing lies before a phase, unpacking after it: inputs and outputs are read and written once each.
     before, after = [*copies, NOTHING], [NOTHING, *copies]
     stages = [
         replace(stage, everyone=add(stage.everyone, b, a)) for stage, b, a in zip(own, before, after, strict=True)
@@ -175,18 +177,6 @@ def _cost(gemm_seconds: float, num_bytes: int, operators: int, hardware: Hardwar
         memory_seconds=traffic / hardware.bytes_per_second,
         host_seconds=operators * hardware.op_seconds,
     )
-
-
-def _copies(specs: Sequence[CollectiveSpec], groups: Mapping[str, Group], hardware: Hardware) -> Cost:
-    """Half of what lies around a phase's collectives: their inputs and outputs are read and written once each."""
-    total = sum(spec.bytes_per_rank + _output_bytes(spec, groups[spec.axis].size) for spec in specs)
-    return _cost(0.0, total, len(specs) * _EXCHANGE_OPS // 2, hardware)
-
-
-def _output_bytes(spec: CollectiveSpec, ranks: int) -> int:
-    if spec.kind == "all_gather_into_tensor":
-        return spec.bytes_per_rank * ranks
-    return math.ceil(spec.bytes_per_rank / ranks) if spec.kind == "reduce_scatter_tensor" else spec.bytes_per_rank
 
 
 def _counts(exchange: Exchange) -> set[int]:

@@ -11,11 +11,13 @@ from typing import Any
 import cattrs
 
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.plan.convert import make_converter
 from muon_compile.plan.exchange import Exchange, StrategyChoice
 from muon_compile.plan.forms import parse_form
 from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec, ShardLayout
 
 PLAN_VERSION = 3
+_CONVERTER = make_converter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,34 +355,3 @@ def iteration_key(config: MuonConfig) -> tuple[object, ...]:
 def numel_bytes(numel: int, dtype: str) -> int:
     """Bytes of ``numel`` elements of ``dtype``."""
     return numel * FLOAT_BYTES[dtype]
-
-
-def _make_converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-
-    kinds: dict[str, type[MuonConfig] | type[AdamWConfig]] = {"muon": MuonConfig, "adamw": AdamWConfig}
-
-    # The configs check themselves, so their names, numbers and tuples pass through as they are.
-    def unstructure(config: MuonConfig | AdamWConfig | None) -> dict[str, Any] | None:
-        if config is None:
-            return None
-        algorithm = "muon" if isinstance(config, MuonConfig) else "adamw"
-        return {"algorithm": algorithm} | {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-    def structure(data: dict[str, Any] | None, _: object) -> MuonConfig | AdamWConfig | None:
-        if data is None:
-            return None
-        values = {name: _tuples(value) for name, value in data.items()}
-        return kinds[values.pop("algorithm")](**values)
-
-    for kind in (MuonConfig, AdamWConfig, MuonConfig | AdamWConfig, MuonConfig | AdamWConfig | None):
-        converter.register_unstructure_hook(kind, unstructure)
-        converter.register_structure_hook(kind, structure)
-    return converter
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-_CONVERTER = _make_converter()

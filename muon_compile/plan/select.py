@@ -10,10 +10,11 @@ from muon_compile.plan.accuracy import auto_forms
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import GATHERS, GRAMS, OWNED, STRATEGIES, Exchange, Strategy, StrategyChoice
 from muon_compile.plan.exchange_cost import ExchangeCost, exchange_cost
+from muon_compile.plan.feasible import feasible
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.network import Group
-from muon_compile.plan.strategies import feasible, gathers_results
+from muon_compile.plan.strategies import gathers_results
 from muon_compile.plan.traffic import fastest, open_connections, over_limit
 from muon_compile.spec import FLOAT_BYTES, MeshSpec
 

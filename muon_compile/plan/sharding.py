@@ -11,6 +11,7 @@ from operator import add
 from muon_compile.config import MuonConfig
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import (
+    GATHERS,
     GRAMS,
     OWNED,
     STRATEGIES,
@@ -261,7 +262,16 @@ def exchanged_bytes(bucket: Bucket, comm_dtype: str | None) -> int:
         return 0
     assert isinstance(bucket.config, MuonConfig) and bucket.layout is not None
     total = bucket.size * math.prod(bucket.shape) * FLOAT_BYTES[comm_dtype or bucket.config.ns_dtype]
-    return 2 * total // len(bucket.layout.sizes) if str(bucket.strategy).endswith("all_to_all") else 2 * total
+    return 2 * total if bucket.strategy in GATHERS else 2 * total // len(bucket.layout.sizes)
+
+
+def agreement_collectives(plan: Plan) -> list[tuple[CollectiveSpec, MeshSpec]]:
+    """What ranks agree on gradients with, before anything else is sent; each with its mesh."""
+    made = []
+    for axes, buckets in plan.agreements():
+        num_bytes, mesh = 4 * sum(plan.buckets[i].size for i in buckets), _mesh_of(plan.buckets[buckets[0]])
+        made += [(CollectiveSpec(kind="all_reduce", axis=a, bytes_per_rank=num_bytes), mesh) for a, _, _ in axes]
+    return made
 
 
 def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
@@ -272,10 +282,7 @@ def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) 
         places: Where a rank stands, for every part with an exchange: the promise for that rank. None: for all, as if
             every rank's replica owned whatever one of them owns.
     """
-    made: list[CollectiveSpec] = []
-    for axes, buckets in plan.agreements():
-        count = sum(plan.buckets[i].size for i in buckets)
-        made += [CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=4 * count) for axis, _, _ in axes]
+    made = [spec for spec, _ in agreement_collectives(plan)]
     for wave in plan.waves:
         shared = [(i, exchange) for i in wave.parts if (exchange := plan.parts[i].exchange) is not None]
         parts = [phases(exchange, None if places is None else places[i].replica_rank) for i, exchange in shared]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from muon_compile.plan.models import model_specs
 from muon_compile.plan.plan import Bucket, Plan
 from muon_compile.plan.planner import make_plan
 from muon_compile.plan.sharding import rank_flops
-from muon_compile.plan.step_cost import Event, predict_step
+from muon_compile.plan.step_cost import Event, local_numel, predict_step
 from muon_compile.plan.traffic import queue_pairs
 from muon_compile.spec import FLOAT_BYTES, MatrixSpec, MeshSpec
 
@@ -231,10 +230,9 @@ def histogram(loads: Sequence[int]) -> tuple[int, ...]:
 
 def _state_bytes(bucket: Bucket) -> int:
     """Parameters, gradients, and momentum or AdamW's two moments, on the first rank: none has more."""
-    shape = bucket.shape if bucket.layout is None else bucket.layout.local_shape(bucket.shape, 0)
     moments = 2 if isinstance(bucket.config, AdamWConfig) else 1
     each = FLOAT_BYTES[bucket.dtype] + FLOAT_BYTES[bucket.grad_dtype] + moments * FLOAT_BYTES[bucket.state_dtype]
-    return bucket.size * math.prod(shape) * each
+    return local_numel(bucket) * each
 
 
 def _table(result: Simulation) -> str:

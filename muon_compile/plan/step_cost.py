@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.cost import Cost, Work, beyond_cache, predict
+from muon_compile.plan.exchange import Exchange
 from muon_compile.plan.exchange_cost import NOTHING, ExchangeCost, add, exchange_cost, owned_units
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
+from muon_compile.plan.localize import local_bucket
 from muon_compile.plan.network import Group, Network
 from muon_compile.plan.plan import Bucket, Plan, Wave, resolve_part
+from muon_compile.plan.sharding import agreement_collectives
 from muon_compile.plan.traffic import CollectiveCost, fastest, open_connections
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
@@ -82,13 +85,10 @@ def predict_step(plan: Plan, hardware: Hardware) -> StepCost:
     """Predict a step of the plan, on a machine whose ranks all have this hardware."""
     lanes = _Lanes(hardware.device != "cpu")
     step = _Step(plan, hardware, network_of(hardware), lanes)
-    for axes, buckets in plan.agreements():
-        mesh = next(m for b in buckets if (m := _mesh(plan.buckets[b])) is not None)
-        num_bytes = 4 * sum(plan.buckets[i].size for i in buckets)
-        for axis, _, _ in axes:
-            spec = CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=num_bytes)
-            step.send("agree on gradients", [(spec, step.cost_of(spec, mesh))], 0.0)
-            lanes.wait()
+    for spec, mesh in agreement_collectives(plan):
+        cost = fastest(spec.kind, spec.bytes_per_rank, Group.along(mesh, spec.axis), step.network)
+        step.send("agree on gradients", mesh, [(spec, cost)], 0.0)
+        lanes.wait()
     for wave in plan.waves:
         step.wave(wave)
     return StepCost(
@@ -98,7 +98,7 @@ def predict_step(plan: Plan, hardware: Hardware) -> StepCost:
         network_seconds=sum(cost.seconds for _, cost in step.sent),
         sent_bytes=_by_level([cost.sent_bytes for _, cost in step.sent], step.network),
         messages=sum(cost.messages for _, cost in step.sent),
-        connections=open_connections([(spec.axis, cost) for spec, cost in step.sent], step.network),
+        connections=open_connections(step.sent, step.network),
         events=tuple(lanes.events),
     )
 
@@ -139,24 +139,25 @@ class _Step:
     def __init__(self, plan: Plan, hardware: Hardware, network: Network, lanes: _Lanes) -> None:
         self.plan, self.hardware, self.network, self.lanes = plan, hardware, network, lanes
         self.solve = self.passes = NOTHING
-        self.sent: list[tuple[CollectiveSpec, CollectiveCost]] = []
+        # Each with the communicator that it runs on: axes of two meshes may share a name.
+        self.sent: list[tuple[str, CollectiveCost]] = []
 
-    def cost_of(self, spec: CollectiveSpec, mesh: MeshSpec) -> CollectiveCost:
-        return fastest(spec.kind, spec.bytes_per_rank, Group.along(mesh, spec.axis), self.network)
-
-    def send(self, name: str, phase: Iterable[tuple[CollectiveSpec, CollectiveCost]], ready: float) -> float:
+    def send(
+        self, name: str, mesh: MeshSpec, phase: Iterable[tuple[CollectiveSpec, CollectiveCost]], ready: float
+    ) -> float:
         for spec, cost in phase:
             ready = self.lanes.send(f"{name} {spec.kind}", cost.seconds, ready)
-            self.sent.append((spec, cost))
+            self.sent.append((f"{mesh.name}/{spec.axis}", cost))
         return ready
 
     def wave(self, wave: Wave) -> None:
         """Directions; every part's phases, the batches without communication between the first ones; updates."""
         plan, lanes = self.plan, self.lanes
         shares = {i: resolve_part(plan.buckets, plan.parts[i]).bucket for i in wave.parts}
-        shared = [i for i in wave.parts if plan.parts[i].exchange is not None]
-        costs = {i: self._exchange(i, shares[i]) for i in shared}
-        owned = _busiest([(costs[i], owned_units(plan.parts[i].exchange)) for i in shared])  # type: ignore[arg-type]
+        exchanges = {i: exchange for i in wave.parts if (exchange := plan.parts[i].exchange) is not None}
+        shared = list(exchanges)
+        costs = {i: self._exchange(exchange, shares[i]) for i, exchange in exchanges.items()}
+        owned = _busiest([(costs[i], owned_units(exchange)) for i, exchange in exchanges.items()])
         self._pass("directions", [_direction_bytes(share) for share in shares.values()])
         ready = dict.fromkeys(shared, 0.0)
         for number in range(max((len(cost.stages) for cost in costs.values()), default=0)):
@@ -171,17 +172,17 @@ class _Step:
         self._pass("updates", [_update_bytes(share) for share in shares.values()])
         lanes.wait()
 
-    def _exchange(self, index: int, share: Bucket) -> ExchangeCost:
-        exchange, mesh = self.plan.parts[index].exchange, _mesh(share)
-        assert exchange is not None and mesh is not None and isinstance(share.config, MuonConfig)
-        return exchange_cost(exchange, share.config, mesh, self.hardware)
+    def _exchange(self, exchange: Exchange, share: Bucket) -> ExchangeCost:
+        assert share.layout is not None and isinstance(share.config, MuonConfig)
+        return exchange_cost(exchange, share.config, share.layout.mesh, self.hardware)
 
     def _stage(self, index: int, cost: ExchangeCost, number: int, owned: int, ready: float) -> float:
-        name, stage = self.plan.buckets[self.plan.parts[index].bucket].name, cost.stages[number]
-        spent = stage.of(owned)
+        bucket, stage = self.plan.buckets[self.plan.parts[index].bucket], cost.stages[number]
+        assert bucket.layout is not None
+        name, spent = bucket.name, stage.of(owned)
         self.solve = add(self.solve, spent)
         done = self.lanes.run(f"{name} newton-schulz" if stage.by_owned else f"{name} pack", spent.seconds, ready)
-        return self.send(name, cost.phases[number], done) if number < len(cost.phases) else done
+        return self.send(name, bucket.layout.mesh, cost.phases[number], done) if number < len(cost.phases) else done
 
     def _batches(self, wave: Wave) -> None:
         for index in wave.batches:
@@ -225,18 +226,14 @@ def _busiest(parts: Sequence[tuple[ExchangeCost, list[tuple[int, ...]]]]) -> lis
     return found
 
 
-def _local_numel(share: Bucket) -> int:
+def local_numel(share: Bucket) -> int:
     """Elements that the first rank has: none has more."""
-    shape = share.shape if share.layout is None else share.layout.local_shape(share.shape, 0)
-    numel = share.size
-    for length in shape:
-        numel *= length
-    return numel
+    return share.size * math.prod(local_bucket(share, lambda _: 0).shape)
 
 
 def _direction_bytes(share: Bucket) -> int:
     """Gradient read, momentum read and written, direction written; AdamW: the whole update of its moments."""
-    numel, state = _local_numel(share), FLOAT_BYTES[share.state_dtype]
+    numel, state = local_numel(share), FLOAT_BYTES[share.state_dtype]
     if not isinstance(share.config, MuonConfig):
         return numel * (FLOAT_BYTES[share.grad_dtype] + 4 * state + FLOAT_BYTES["float32"])
     return numel * (FLOAT_BYTES[share.grad_dtype] + 2 * state + FLOAT_BYTES[share.config.ns_dtype])
@@ -245,11 +242,7 @@ def _direction_bytes(share: Bucket) -> int:
 def _update_bytes(share: Bucket) -> int:
     """Update read, parameter read and written."""
     update = share.config.ns_dtype if isinstance(share.config, MuonConfig) else "float32"
-    return _local_numel(share) * (2 * FLOAT_BYTES[share.dtype] + FLOAT_BYTES[update])
-
-
-def _mesh(bucket: Bucket) -> MeshSpec | None:
-    return None if bucket.layout is None else bucket.layout.mesh
+    return local_numel(share) * (2 * FLOAT_BYTES[share.dtype] + FLOAT_BYTES[update])
 
 
 def _by_level(rows: Sequence[tuple[int, ...]], network: Network) -> tuple[int, ...]:

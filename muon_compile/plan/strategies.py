@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from muon_compile.plan.exchange import OWNED, Exchange, Strategy
+from muon_compile.plan.exchange import GRAMS, OWNED, Exchange, Strategy
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec
 
 # What of the shard axis a collective of hierarchical_all_to_all runs over, in ``CollectiveSpec.axis``.
@@ -133,29 +132,17 @@ def _gather_q(run: _Run) -> _Transfer:
     return _gather(run.ranks, run.most_owned * run.triangle_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One strategy.
-
-    Args:
-        gram: No rank sees a whole unit; only its Gram matrix is summed.
-        phases: Its collectives over the shard axis, in order; those of one phase are issued together, and waited for
-            in the next one.
-    """
-
-    gram: bool = False
-    phases: Callable[[_Run], list[list[_Transfer]]]
-
-
-_ROWS: dict[Strategy, _Row] = {
-    "local": _Row(phases=lambda run: []),
-    "all_gather": _Row(phases=lambda run: [[_gather_rows(run)]]),
-    "all_to_all": _Row(phases=lambda run: [[_to_owners(run)], [_from_owners(run)]]),
-    "gather_broadcast": _Row(phases=lambda run: [[_gather_rows(run)], _results(run)]),
-    "gather_scatter": _Row(phases=lambda run: [[_gather_rows(run)], [_from_owners(run)]]),
-    "gram_all_reduce": _Row(phases=lambda run: [[_sum_grams(run)]], gram=True),
-    "gram_scatter": _Row(phases=lambda run: [[_scatter_grams(run)], [_gather_q(run)]], gram=True),
-    "hierarchical_all_to_all": _Row(phases=_over_nodes),
+# Every strategy's collectives over the shard axis, in order; those of one phase are issued together, and waited for in
+# the next one.
+_PHASES: dict[Strategy, Callable[[_Run], list[list[_Transfer]]]] = {
+    "local": lambda run: [],
+    "all_gather": lambda run: [[_gather_rows(run)]],
+    "all_to_all": lambda run: [[_to_owners(run)], [_from_owners(run)]],
+    "gather_broadcast": lambda run: [[_gather_rows(run)], _results(run)],
+    "gather_scatter": lambda run: [[_gather_rows(run)], [_from_owners(run)]],
+    "gram_all_reduce": lambda run: [[_sum_grams(run)]],
+    "gram_scatter": lambda run: [[_scatter_grams(run)], [_gather_q(run)]],
+    "hierarchical_all_to_all": _over_nodes,
 }
 
 
@@ -182,57 +169,6 @@ def triangle_bytes(side: int, comm_dtype: str) -> int:
     return side * (side + 1) // 2 * gram_bytes(comm_dtype)
 
 
-def feasible(
-    strategy: Strategy,
-    *,
-    rows: int,
-    cols: int,
-    sizes: tuple[int, ...],
-    blocks_cut: bool,
-    relative_eps: bool,
-    node_size: int = 0,
-) -> str | None:
-    """Why a strategy cannot make these units whole, in words; None where it can.
-
-    Args:
-        strategy: Over the shard axis.
-        rows: Rows of a whole unit, the dim that is sharded.
-        cols: Its columns.
-        sizes: Rows that each rank holds.
-        blocks_cut: The unit is a fused weight, several matrices whose rows are cut together.
-        relative_eps: The norm is scale-invariant (``eps="relative"``).
-        node_size: Ranks of a node for hierarchical_all_to_all; 0: none was given, and none divides the ranks.
-    """
-    sharded = len(sizes) > 1
-    if strategy == "local":
-        if sharded:
-            return (
-                f"each of {len(sizes)} ranks holds a part of every unit, and orthogonalizing parts is another algorithm"
-            )
-        return None
-    if not sharded:
-        return "every rank holds whole units, so there is nothing to exchange"
-    if strategy == "hierarchical_all_to_all":
-        return _why_no_nodes(len(sizes), node_size)
-    if not _ROWS[strategy].gram:
-        return None
-    if rows < cols:
-        return f"the sharded dim has {rows} entries, the other one {cols}: only along the longer one do Grams add up"
-    if blocks_cut:
-        return "a fused weight is several matrices, each with a Gram of its own"
-    if relative_eps:
-        return 'eps="relative" needs the largest entry of a unit before its Gram'
-    return None
-
-
-def _why_no_nodes(ranks: int, node_size: int) -> str | None:
-    if node_size == 0 or ranks % node_size:
-        return f"{ranks} shard ranks do not divide into nodes of {node_size or 'several ranks each'}"
-    if node_size in (1, ranks):
-        return f"{ranks} shard ranks in nodes of {node_size} leave nothing to exchange in one of the two steps"
-    return None
-
-
 def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
     units = exchange.replica_counts[replica] if exchange.replica_counts else exchange.num_units
     owned = exchange.owned(replica) if exchange.strategy in OWNED else ()
@@ -242,7 +178,7 @@ def _run(exchange: Exchange, replica: int, rank: int) -> _Run:
 
 
 def _phases(run: _Run) -> list[list[_Transfer]]:
-    return _ROWS[run.exchange.strategy].phases(run)
+    return _PHASES[run.exchange.strategy](run)
 
 
 def _transfers(run: _Run) -> list[_Transfer]:
@@ -301,6 +237,18 @@ def _most(everyone: Sequence[Sequence[_Transfer]], axis: str | None) -> tuple[Co
     )
 
 
+def moved_bytes(exchange: Exchange) -> list[int]:
+    """What every phase's collectives read and write on the rank where that is most: their inputs and outputs."""
+    if exchange.num_units * exchange.rows * exchange.cols == 0:
+        return []
+    across = _between_replicas(exchange, max(exchange.sizes))
+    everyone = [[*_phases(run), across] if across else _phases(run) for run in _unlike_runs(exchange)]
+    return [
+        max(sum(t.input_bytes + t.output_bytes for t in phase) for phase in same)
+        for same in zip(*everyone, strict=True)
+    ]
+
+
 def collectives(exchange: Exchange, replica: int | None = None) -> tuple[CollectiveSpec, ...]:
     """All of ``phases``, in order."""
     return tuple(spec for phase in phases(exchange, replica) for spec in phase)
@@ -331,7 +279,7 @@ def owned_flops(exchange: Exchange, unit_flops: int) -> int:
     The Gram and ``X <- Q X`` are done by every rank for the rows that it holds: ``4 m n^2``, or ``6 m n^2`` where X is
     narrower than Q, which is then applied as two halves.
     """
-    if not _ROWS[exchange.strategy].gram:
+    if exchange.strategy not in GRAMS:
         return unit_flops
     products = 4 if FLOAT_BYTES[exchange.comm_dtype] >= FLOAT_BYTES["float32"] else 6
     return unit_flops - min(unit_flops, products * exchange.rows * exchange.cols**2)

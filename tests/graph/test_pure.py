@@ -15,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
 import muon_compile as mc
+from muon_compile.build.pure import _places
+from muon_compile.spec import ShardLayout
 
 # "a" and "b" share a bucket; "e" is a stack of two matrices.
 SHAPES = {"a": (4, 6), "b": (4, 6), "c": (6, 4), "e": (2, 5, 4), "bias": (7,), "gain": ()}
@@ -310,3 +312,29 @@ def test_a_users_whole_train_step_is_one_graph(backend: str) -> None:
             expected, expected_state = step(expected, expected_state, x, hyper(lr))
     assert graphs() == 1 and not counters["graph_break"]
     assert_close([*params.values(), *flat(state)], [*expected.values(), *flat(expected_state)], 1e-5)
+
+
+def test_nodes_take_groups_of_their_own() -> None:
+    mesh = mc.MeshSpec(axes=(("shard", 4),))
+    specs = [mc.MatrixSpec(name=f"w{i}", shape=(8, 4)) for i in range(4)]
+    plan = mc.make_plan(specs, mesh=mesh, strategy="hierarchical_all_to_all", node_size=2)
+    with pytest.raises(ValueError, match=r"every axis of \['shard', 'shard/node', 'shard/peers'\]"):
+        mc.build_step(plan, groups={"shard": "1"})
+    (place,) = set(_places(plan, 3, {"shard": "1", "shard/node": "2", "shard/peers": "3"}).values())
+    assert (place.shard_rank, place.shard_group, place.node_group, place.peer_group) == (3, "1", "2", "3")
+
+
+def test_a_rank_stands_elsewhere_on_every_mesh() -> None:
+    whole, cut = mc.MeshSpec(axes=(("all", 4),)), mc.MeshSpec(axes=(("copies", 2), ("parts", 2)))
+    layouts = [
+        ShardLayout(mesh=whole, axis="all", dim=0, sizes=(2, 2, 2, 2)),
+        ShardLayout(mesh=cut, axis="parts", dim=0, sizes=(4, 4), replica_axis="copies"),
+    ]
+    specs = [mc.MatrixSpec(name=f"w{i}", shape=(8, 4), layout=layout) for i, layout in enumerate(layouts)]
+    plan = mc.make_plan(specs, strategy="all_gather")
+    names = {"all": "1", "copies": "2", "parts": "3"}
+    mc.build_step(plan, rank=2, groups=names)
+    stands = {plan.buckets[plan.parts[i].bucket].layout: place for i, place in _places(plan, 2, names).items()}
+    assert (stands[layouts[0]].shard_rank, stands[layouts[0]].shard_group) == (2, "1")
+    there = stands[layouts[1]]
+    assert (there.shard_rank, there.shard_group, there.replica_rank, there.replica_group) == (0, "3", 1, "2")

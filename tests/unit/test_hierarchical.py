@@ -16,8 +16,9 @@ import muon_compile as mc
 from muon_compile.build import collectives
 from muon_compile.build.strategies import run_exchange
 from muon_compile.plan.exchange import Exchange, Place, Strategy, default_node_size
+from muon_compile.plan.feasible import feasible
 from muon_compile.plan.strategies import collectives as promised_collectives
-from muon_compile.plan.strategies import feasible, gathered_bytes, sent_bytes
+from muon_compile.plan.strategies import gathered_bytes, sent_bytes
 from muon_compile.spec import chunk_sizes
 
 NODES: Strategy = "hierarchical_all_to_all"

@@ -14,9 +14,9 @@ import muon_compile as mc
 from muon_compile.plan import strategies
 from muon_compile.plan.assign import assign_grid
 from muon_compile.plan.exchange import OWNED, STRATEGY_NAMES, Exchange, default_node_size
+from muon_compile.plan.feasible import feasible
 from muon_compile.plan.strategies import (
     collectives,
-    feasible,
     flops_by_rank,
     gathered_bytes,
     gathers_results,
@@ -325,5 +325,5 @@ def test_work_of_a_rank() -> None:
     assert owned_flops(exchange("gram_scatter", shape, 4), flops) == 1000 - 6 * 8 * 4**2
 
 
-def test_every_strategy_has_a_row() -> None:
-    assert tuple(strategies._ROWS) == STRATEGY_NAMES
+def test_every_strategy_has_its_phases() -> None:
+    assert tuple(strategies._PHASES) == STRATEGY_NAMES
