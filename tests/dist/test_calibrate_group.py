@@ -26,7 +26,7 @@ def ranks() -> Iterator[Ranks]:
 
 def measured(rank: int) -> tuple[str, int]:
     """On a machine of one core, whatever this one has."""
-    with mock.patch.object(sys.modules["muon_compile.run.calibrate_group"], "_cores", lambda: 1):
+    with mock.patch.object(sys.modules["muon_compile.run.calibrate_group"], "_cores", return_value=1):
         return calibrate_group().to_json(), torch.get_num_threads()
 
 
