@@ -250,6 +250,8 @@ class CompileConfig:
             documented ``torch._inductor.standalone_compile`` (slower to compile, same step).
         inductor_options: Options of ``torch._inductor.config``, laid over this library's own.
         cuda_graphs: Replay the step as one CUDA graph where all of it is on CUDA.
+        torchair_options: Options of ``torchair.CompilerConfig`` by dotted name, laid over this library's own, for
+            ``backend="torchair"``: ``{"experimental_config.frozen_parameter": True}``.
         keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not
             page-faulted anew every time. The setting is process-wide; it is made when a step is wrapped, and logged.
 
@@ -267,6 +269,7 @@ class CompileConfig:
     inductor_route: Literal["inner", "standalone"] = "inner"
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     cuda_graphs: bool = True
+    torchair_options: Mapping[str, Any] = field(default_factory=dict)
     keep_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -282,6 +285,8 @@ class CompileConfig:
         _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
         _flag(me, "cuda_graphs", self.cuda_graphs)
         _flag(me, "keep_memory", self.keep_memory)
-        _expect(me, "inductor_options", self.inductor_options, "a mapping", isinstance(self.inductor_options, Mapping))
+        for name in ("inductor_options", "torchair_options"):
+            value = getattr(self, name)
+            _expect(me, name, value, "a mapping", isinstance(value, Mapping))
         ok = _is_positive_int(self.max_temp_bytes)
         _expect(me, "max_temp_bytes", self.max_temp_bytes, "a positive number of bytes", ok)

@@ -23,7 +23,7 @@ def adamw_update(
         grad: ``[B, ...]``; zero where the mask is False.
         state: ``exp_avg`` and ``exp_avg_sq`` ``[B, ...]``, ``step`` ``[B]`` (steps done), with amsgrad also
             ``max_exp_avg_sq``.
-        hyper: ``lr``, ``beta1``, ``beta2``: 0-d or ``[B]``, float64.
+        hyper: ``lr``, ``beta1``, ``beta2``: 0-d or ``[B]``, float64; float32 on devices that have no float64.
         config: Its ``eps``, ``amsgrad`` and ``maximize``.
         mask: ``[B]`` bool; where it is False the state keeps its value, by its coefficients, and the update is zero.
 
@@ -51,7 +51,14 @@ def adamw_update(
         new["max_exp_avg_sq"] = second
     # Bias corrections depend on each parameter's own step count: [B], in the hyperparameters' precision.
     count = step.to(beta1.dtype)
-    size = hyper["lr"] / (1 - beta1**count)
-    root = (1 - beta2**count).sqrt()
+    size = hyper["lr"] / _complement(beta1, count)
+    root = _complement(beta2, count).sqrt()
     update = -column(size, 0.0) * (first / (second.sqrt() / column(root, 1.0) + config.eps))
     return new, update
+
+
+def _complement(beta: Tensor, count: Tensor) -> Tensor:
+    """``1 - beta ** count``, also in float32, where the plain difference loses four digits of beta2's first steps."""
+    if beta.dtype == torch.float64:
+        return 1 - beta**count
+    return -torch.expm1(count * torch.log(beta))

@@ -110,7 +110,7 @@ def unpack_triangles(packed: Tensor, n: int) -> Tensor:
 
 def _below(a: Tensor, offset: int) -> Tensor:
     """Where ``row >= column + offset`` in matrices of a's shape."""
-    rows, columns = (torch.arange(size, device=a.device) for size in a.shape[-2:])
+    rows, columns = (torch.arange(size, dtype=torch.int32, device=a.device) for size in a.shape[-2:])
     return rows[:, None] >= columns[None, :] + offset
 
 

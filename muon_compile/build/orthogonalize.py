@@ -144,7 +144,7 @@ def _rounded(a: Tensor, dtype: torch.dtype) -> Tensor:
 
 def identity_like(r: Tensor) -> Tensor:
     """``I`` of the trailing two dims of ``[B, m, m]``. No ``eye``: TorchAir does not lower it."""
-    index = torch.arange(r.shape[-1], device=r.device)
+    index = torch.arange(r.shape[-1], dtype=torch.int32, device=r.device)
     return (index[:, None] == index[None, :]).to(r.dtype)
 
 

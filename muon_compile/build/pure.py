@@ -146,7 +146,7 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
     """
     if not 0 <= rank < plan.mesh.num_ranks:
         raise ValueError(f"build_step: rank: expected 0 <= rank < {plan.mesh.num_ranks}, got {rank}.")
-    places = _places(plan, rank, groups or {})
+    places = rank_places(plan, rank, groups or {})
     plan = localize(plan, lambda layout: layout.mesh.coordinates(rank)[layout.axis or ""])
 
     def update(params: Any, state: Mapping[str, BucketState], grads: Any, hyper: Any) -> tuple[Any, State]:
@@ -173,7 +173,7 @@ def build_step(plan: Plan, rank: int = 0, groups: Mapping[str, str] | None = Non
     return update
 
 
-def _places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place]:
+def rank_places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, Place]:
     """Where a rank stands, for every part with an exchange.
 
     Raises:

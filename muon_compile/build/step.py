@@ -114,7 +114,7 @@ def _run_wave(
         update = updates.get(index)
         if bucket.algorithm == "muon":
             if index in exchanged:
-                update, step_size = exchanged[index], -(_column(hyper, bucket, "lr") * exchanged_scale(part))
+                update, step_size = exchanged[index], _column(hyper, bucket, "lr") * -exchanged_scale(part)
             else:
                 update, step_size = _muon_update(bucket, orthogonal.get(index, []), hyper)
         assert update is not None
@@ -187,7 +187,7 @@ def _muon_update(bucket: Bucket, blocks: Sequence[Tensor], hyper: Hyper) -> tupl
     scales = [shape_scale(config, rows, view.cols) for rows in view.blocks]
     if len(set(scales)) == 1:
         whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
-        return whole.reshape(bucket.size, *bucket.shape), -(lr * scales[0])
+        return whole.reshape(bucket.size, *bucket.shape), lr * -scales[0]
     scaled = [block.float() * scale for block, scale in zip(blocks, scales, strict=True)]
     return torch.cat(scaled, dim=1).reshape(bucket.size, *bucket.shape), -lr
 

@@ -21,9 +21,11 @@ class CompiledGraph:
         code: The backend's generated code, by file name.
         backend: Name of the backend.
         cached: Whether the backend found it in its disk cache.
+        fixed_addresses: Whether parameters and state must stay where they were when it was compiled.
     """
 
     run: Callable[[list[Tensor]], object]
     code: dict[str, str]
     backend: str
     cached: bool
+    fixed_addresses: bool = False

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muon_compile.config import MuonConfig
 from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
@@ -34,7 +39,8 @@ class InputSpec:
         num_params: Parameters, in the order of ``plan.specs``.
         state: Bucket index and state name of every state input.
         agreement: Device of the 0-d bool that the step leaves its ranks' agreement in; None where none is needed.
-        hyper: Device and ``(group, name)`` entries of every hyperparameter input, a float64 vector.
+        hyper: Device and ``(group, name)`` entries of every hyperparameter input, a float64 vector (float32 on backends
+            that have no float64).
         presence: Device and bucket indices of every presence input, a bool vector; empty where all gradients are there.
     """
 
@@ -129,7 +135,11 @@ class InPlaceBoundary:
 
 
 def flat_step(
-    plan: Plan, spec: InputSpec, run_step: RunStep, places: Mapping[int, Place] | None = None
+    plan: Plan,
+    spec: InputSpec,
+    run_step: RunStep,
+    places: Mapping[int, Place] | None = None,
+    boundary: type[InPlaceBoundary] = InPlaceBoundary,
 ) -> Callable[..., tuple[()]]:
     """The in-place step as a function of flat tensors in the order of ``spec``."""
     num_hyper = len(spec.hyper)
@@ -155,10 +165,27 @@ def flat_step(
             parts = vector.split([plan.buckets[i].size for i in buckets])
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
-        run_step(plan, InPlaceBoundary(plan, params, grads, state, agreement), hyper, presence, places)
+        run_step(plan, boundary(plan, params, grads, state, agreement), hyper, presence, places)
         return ()
 
     return step
+
+
+class _EmittingLines(TorchDispatchMode):
+    """Gives every node the stack that emitted it, as ``meta["stack_trace"]``; make_fx keeps those of modules alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        set_stack_trace(traceback.format_stack()[:-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _fakes(inputs: Sequence[Tensor]) -> tuple[FakeTensorMode, tuple[Tensor, ...]]:
+    """Fake tensors like the inputs, and their mode; inputs that are fake already are taken as they are."""
+    mode = detect_fake_mode(list(inputs))
+    if mode is not None:
+        return mode, tuple(inputs)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    return mode, tuple(mode.from_tensor(x.detach(), static_shapes=True) for x in inputs)
 
 
 def trace_step(
@@ -168,26 +195,33 @@ def trace_step(
     run_step: RunStep,
     places: Mapping[int, Place] | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    boundary: type[InPlaceBoundary] = InPlaceBoundary,
+    stack_traces: bool = False,
 ) -> TracedStep:
     """Trace the step into aten operators and this library's own.
 
     Args:
         plan: The plan.
         spec: Order of the inputs.
-        inputs: Tensors like those of the step; only their shapes, dtypes, strides and devices are looked at.
+        inputs: Tensors like those of the step, or fake tensors of one mode; only their shapes, dtypes, strides and
+            devices are looked at.
         run_step: The builder's ``run_step``.
         places: Where this rank stands, for every part with an exchange.
         decompositions: Decompositions that the backend wants.
+        boundary: The backend's side of the boundary.
+        stack_traces: Keep with every node the lines that emitted it.
 
     Returns:
         The graph. Its parameters and state are written in place; it returns nothing.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = tuple(mode.from_tensor(x.detach(), static_shapes=True) for x in inputs)
-    step = flat_step(plan, spec, run_step, places)
+    mode, fakes = _fakes(inputs)
+    step = flat_step(plan, spec, run_step, places, boundary)
+    lines = (preserve_node_meta(), _EmittingLines()) if stack_traces else ()  # type: ignore[no-untyped-call]
     # The user's default device is none of the graph's business.
-    with torch.no_grad(), torch.device("cpu"), mode:
-        graph = make_fx(step, tracing_mode="real", decomposition_table=dict(decompositions or {}))(*fakes)
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), torch.device("cpu"), mode, *lines):
+            stack.enter_context(context)
+        graph = make_fx(step, dict(decompositions or {}), tracing_mode="real")(*fakes)
     for node, name in zip(graph.graph.find_nodes(op="placeholder"), spec.names, strict=True):
         node._rename(name)
         node.target = node.name

@@ -27,6 +27,7 @@ from muon_compile.plan.plan import Plan
 from muon_compile.plan.sharding import promised_collectives
 from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
+from muon_compile.run.inputs import buckets_by_device, input_spec
 from muon_compile.run.nodes import node_groups
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
@@ -43,14 +44,16 @@ class Replan(Exception):
 class Binding:
     """A plan, its state, and its compiled graphs over the live parameters of a reading."""
 
-    def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer], hyper_dtype: torch.dtype = torch.float64
+    ) -> None:
         self.plan, self.reading = plan, reading
         self._groups = [(group.group_name, group) for group in reading.meshes.groups()]
         self.places = self._places()
         local = localize(plan, self._coordinate)
         self.local = replace(local, collectives=promised_collectives(local, self.places))
         self.state = StateStore(self.local, reading, optimizers)
-        self.hyper = HyperVectors(plan)
+        self.hyper = HyperVectors(plan, hyper_dtype)
         self.graphs: dict[str, tuple[TracedStep, CompiledGraph]] = {}
         self.compiled_kinds: set[str] = set()
         self._params = [local_tensor(p).detach() for p in reading.params]
@@ -68,9 +71,7 @@ class Binding:
         self._param_facts = [(p.shape, p.dtype) for p in self._params]
         self._presence: list[HostVector] = []
         self._absent: dict[int, Tensor] = {}
-        self._by_device: dict[str, list[int]] = {}
-        for index, bucket in enumerate(plan.buckets):
-            self._by_device.setdefault(bucket.device, []).append(index)
+        self._by_device = buckets_by_device(plan)
         self._bucket_of = {i: b for b, bucket in enumerate(plan.buckets) for i in bucket.params}
 
     def _coordinate(self, layout: ShardLayout) -> int:
@@ -207,8 +208,10 @@ class Binding:
     def take_graphs(self, other: Binding) -> None:
         """Reuse the graphs of an equal plan."""
         self.compiled_kinds |= other.compiled_kinds
-        if other.plan == self.plan:
-            self.graphs = other.graphs
+        if other.plan != self.plan:
+            return
+        moved = [x.data_ptr() for x in self._static] != [x.data_ptr() for x in other._static]
+        self.graphs = {kind: made for kind, made in other.graphs.items() if not (moved and made[1].fixed_addresses)}
 
     def _compile(self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig, stats: StepStats) -> None:
         started = time.perf_counter()
@@ -251,23 +254,7 @@ class Binding:
 
     def input_spec(self, kind: str) -> InputSpec:
         """Order and names of the graph's flat inputs."""
-        state = tuple(key for key, _ in self.state.inputs)
-        presence = tuple((d, tuple(b)) for d, b in self._by_device.items()) if kind == "masked" else ()
-        numbers = range(len(self.plan.specs))
-        names = [f"param_{i}" for i in numbers]
-        names += [f"{self.plan.buckets[index].name}_{name}" for index, name in state]
-        device = None if self.agreement is None else str(self.agreement.device)
-        names += [] if device is None else ["agreement"]
-        names += [f"hyper_{i}" for i in range(len(self.hyper.entries))]
-        names += [f"grad_{i}" for i in numbers] + [f"presence_{i}" for i in range(len(presence))]
-        return InputSpec(
-            names=tuple(names),
-            num_params=len(self.plan.specs),
-            state=state,
-            agreement=device,
-            hyper=tuple(self.hyper.entries.items()),
-            presence=presence,
-        )
+        return input_spec(self.local, kind, None if self.agreement is None else str(self.agreement.device))
 
     def _write_presence(self, grads: Sequence[Tensor | None]) -> None:
         if not self._presence:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
 from muon_compile.layout import replicate_group
-from muon_compile.lower.backends import check_backend
+from muon_compile.lower.backends import check_backend, hyper_dtype
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.run.artifacts import write_artifacts
@@ -59,12 +59,14 @@ class CompiledStep:
         self.config = config
         self.stats = StepStats()
         self._adapters = find_adapters(optimizers)
-        self._backend, self._wishes = backend, Wishes(strategy=strategy, ns=ns, config=config, hardware=hardware)
+        self._backend = backend
+        self._wishes = Wishes(strategy=strategy, ns=ns, config=config, hardware=hardware, backend=backend)
         self._names, self._replicate = name_table(names), replicate
         self._binding: Binding | None = None
         self._broken: str | None = None
         reading = read_optimizers(self.optimizers, self._adapters, self._names, replicate=replicate)
-        check_backend(backend, {spec.device for spec in reading.specs} if check_compiler else ())
+        devices = {spec.device for spec in reading.specs}
+        check_backend(backend, devices if check_compiler else (), config, reading.meshes.groups())
         plan_reading(reading, self._wishes)  # what it refuses is refused here, before anything changes
         if not any(p.device.type == "meta" for p in reading.params):
             self._bind()
@@ -209,7 +211,7 @@ class CompiledStep:
                 "The plan needs real parameters, and some are still on the meta device; "
                 "materialize the model (model.to_empty(device=...)) first."
             )
-        binding = Binding(plan_reading(reading, self._wishes), reading, self.optimizers)
+        binding = Binding(plan_reading(reading, self._wishes), reading, self.optimizers, hyper_dtype(self._backend))
         binding.state.adopt(binding.state.current())
         binding.state.attach()
         if self._binding is not None:
@@ -282,7 +284,7 @@ def compile_step(
         optimizer: ``torch.optim.Muon``, ``torch.optim.AdamW``, ``muon_compile.Muon`` or a registered one.
         more: Further optimizers for the same graph. The joint step runs in the first one's ``step()``; the others'
             ``step()`` is then a checked no-op.
-        backend: ``"inductor"``, or ``"aot_eager"`` to run the traced graph uncompiled.
+        backend: ``"inductor"``; ``"torchair"`` on Ascend NPUs; or ``"aot_eager"`` to run the traced graph uncompiled.
         strategy: How sharded matrices are made whole; on one rank ``"auto"`` and ``"local"`` are the same. An entry
             ``"strategy"`` of a parameter group goes before it.
         ns: Newton-Schulz form: ``"auto"`` takes, batch by batch, the fastest one that is accurate enough; or one's name

@@ -1,4 +1,4 @@
-"""Hyperparameters as the graph's inputs: one float64 vector per device, kept at one address."""
+"""Hyperparameters as the graph's inputs: one vector per device, float64 where there is one, kept at one address."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ class HostVector:
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
-        kinds: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.bool: ctypes.c_bool}
+        kinds: dict[torch.dtype, Any] = {
+            torch.float64: ctypes.c_double,
+            torch.float32: ctypes.c_float,
+            torch.bool: ctypes.c_bool,
+        }
         self._host = torch.zeros(size, dtype=dtype, device="cpu")  # whatever the default device is
         self._cells = (kinds[dtype] * size).from_address(self._host.data_ptr())
         on_host = torch.device(device).type == "cpu"
@@ -92,16 +96,16 @@ class HostVector:
 
 
 class HyperVectors:
-    """The hyperparameter inputs of a plan."""
+    """The hyperparameter inputs of a plan, float64 or what the backend has instead."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype = torch.float64) -> None:
         self.entries = hyper_entries(plan)
-        self._vectors = {d: HostVector(len(e), torch.float64, d) for d, e in self.entries.items()}
+        self._vectors = {d: HostVector(len(e), dtype, d) for d, e in self.entries.items()}
         self._cells = {d: v.tensor.split(1) for d, v in self._vectors.items()}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """One float64 vector per device, in the order of ``entries``."""
+        """One vector per device, in the order of ``entries``."""
         return [vector.tensor for vector in self._vectors.values()]
 
     def write(self, groups: Sequence[Mapping[str, float | Tensor]]) -> None:

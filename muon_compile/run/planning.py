@@ -36,6 +36,7 @@ class Wishes:
     ns: str
     config: CompileConfig
     hardware: Hardware | Literal["auto"] | None
+    backend: str = "inductor"
 
 
 def hardware_named(name: object) -> Hardware | Literal["auto"]:
@@ -98,6 +99,8 @@ def _hardware(reading: Reading, wishes: Wishes) -> Hardware | None:
                 f"Hardware, one of {', '.join(map(repr, PRESETS))}, or None for the preset of their kind."
             )
         hardware = calibrate_group(groups[0]) if groups else local_hardware()
+    elif wishes.backend == "torchair":
+        pass  # what it compiles for is not what runs here, where there is no NPU
     elif hardware is None and "cpu" in kinds and not wishes.config.exact and first:
         hardware = local_hardware()
     return from_first_rank(hardware, groups) if groups else hardware

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
 import muon_compile as mc
-from muon_compile.build.pure import _places
+from muon_compile.build.pure import rank_places
 from muon_compile.spec import ShardLayout
 
 # "a" and "b" share a bucket; "e" is a stack of two matrices.
@@ -320,7 +320,7 @@ def test_nodes_take_groups_of_their_own() -> None:
     plan = mc.make_plan(specs, mesh=mesh, strategy="hierarchical_all_to_all", node_size=2)
     with pytest.raises(ValueError, match=r"every axis of \['shard', 'shard/node', 'shard/peers'\]"):
         mc.build_step(plan, groups={"shard": "1"})
-    (place,) = set(_places(plan, 3, {"shard": "1", "shard/node": "2", "shard/peers": "3"}).values())
+    (place,) = set(rank_places(plan, 3, {"shard": "1", "shard/node": "2", "shard/peers": "3"}).values())
     assert (place.shard_rank, place.shard_group, place.node_group, place.peer_group) == (3, "1", "2", "3")
 
 
@@ -334,7 +334,7 @@ def test_a_rank_stands_elsewhere_on_every_mesh() -> None:
     plan = mc.make_plan(specs, strategy="all_gather")
     names = {"all": "1", "copies": "2", "parts": "3"}
     mc.build_step(plan, rank=2, groups=names)
-    stands = {plan.buckets[plan.parts[i].bucket].layout: place for i, place in _places(plan, 2, names).items()}
+    stands = {plan.buckets[plan.parts[i].bucket].layout: place for i, place in rank_places(plan, 2, names).items()}
     assert (stands[layouts[0]].shard_rank, stands[layouts[0]].shard_group) == (2, "1")
     there = stands[layouts[1]]
     assert (there.shard_rank, there.shard_group, there.replica_rank, there.replica_group) == (0, "3", 1, "2")
