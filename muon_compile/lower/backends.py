@@ -50,7 +50,7 @@ def check_backend(
         if config.exact:
             raise ValueError(
                 "backend='torchair': expected exact=False, got True: exact reproduces the roundings of "
-                "torch.optim.Muon's own kernels, and a GE graph has GE's. Take backend='inductor' or 'aot_eager' for it."
+                "torch.optim.Muon's own kernels, and a GE graph has GE's. Take 'inductor' or 'aot_eager' for it."
             )
         torchair.check_torchair(sorted(set(devices)), groups)
         torchair.compiler_config(torchair.load_torchair(), config.torchair_options)
@@ -135,7 +135,7 @@ def _check_plain(plan: Plan) -> None:
     kernels = {*(batch.kernel for batch in plan.batches), *exchanges} - {"graph"}
     if plan.native or kernels:
         raise CompileError(
-            f"The plan is for kernels that TorchAir has not ({', '.join(sorted(kernels)) or 'native'}); expected a "
-            "plan for an NPU: leave hardware= out, give a preset such as 'ascend-910c', or figures with native=False and "
+            f"The plan is for kernels that TorchAir has not ({', '.join(sorted(kernels)) or 'native'}); expected one "
+            "for an NPU: leave hardware= out, give a preset such as 'ascend-910c', or figures with native=False and "
             "symmetric=False."
         )

@@ -134,8 +134,8 @@ def load_torchair() -> ModuleType:
         raise CompileError(
             f"backend='torchair' needs {_VERSIONS}; and protobuf (3.13 or newer) and packaging, which torch_npu does "
             f"not install by itself. Missing here: {', '.join(missing)} (torch is {torch.__version__}). On an NPU "
-            f"host: pip install {' '.join(missing)}, and source CANN's set_env.sh before Python starts. Without an NPU take "
-            "backend='inductor' or 'aot_eager'."
+            f"host: pip install {' '.join(missing)}, and source CANN's set_env.sh before Python starts. Without an "
+            "NPU take backend='inductor' or 'aot_eager'."
         )
     try:
         if not alone:
