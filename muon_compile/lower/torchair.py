@@ -230,7 +230,7 @@ def _set_option(config: Any, name: str, value: object) -> None:
     try:
         setattr(at, last, value)
     except Exception as error:
-        raise CompileError(f"torchair_options: {name}: {str(error).strip()}") from error
+        raise CompileError(f"torchair_options: {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _lower(torchair: ModuleType, traced: TracedStep, config: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +13,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+import muon_compile as mc
 from muon_compile.npu import stand_in
 from muon_compile.run import binding
 from tests.dist import models
@@ -47,6 +51,36 @@ def alone(folder: str, jobs: dict[str, Job]) -> dict[str, Run]:
     return {name: _run(job, models.Model) for name, job in jobs.items()}
 
 
+class _Recorded:
+    """Stands for what records kernels on an NPU: TorchAir's graph after all of its passes, run node by node."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, graph: GraphModule, inputs: Any) -> Any:
+        from torchair import npu_fx_compiler
+        from torchair._utils.graph_transform_observer import GraphTransformObserver
+
+        observer = GraphTransformObserver(graph, inputs, self.config)
+        optimized = npu_fx_compiler._optimize_fx(copy.deepcopy(graph), self.config, observer)
+
+        def run(*args: Tensor) -> object:
+            return optimized(*args)
+
+        run.runner = types.SimpleNamespace(fx_graph=optimized)  # type: ignore[attr-defined]
+        return run
+
+
+def captured(folder: str, jobs: dict[str, Job]) -> dict[str, Run]:
+    """Jobs in one process in the mode that records kernels, up to the recording."""
+    _install(folder)
+    import torchair
+
+    config = mc.CompileConfig(torchair_options={"mode": "npugraph_ex"})
+    with mock.patch.object(torchair, "get_compiler", _Recorded):
+        return {name: _run(replace(job, compile_config=config), models.Model) for name, job in jobs.items()}
+
+
 def shared(rank: int, folder: str, jobs: dict[str, Job]) -> dict[str, Run]:
     """Jobs over the ranks."""
     _install(folder)
@@ -78,7 +112,8 @@ def _run(job: Job, model_of: Callable[[Job], models.Model]) -> Run:
 
         return traced, replace(graph, run=run)
 
-    _, expected, _ = _train(replace(job, backend="aot_eager"), model_of)
+    eager = replace(job, backend="aot_eager", compile_config=mc.CompileConfig())
+    _, expected, _ = _train(eager, model_of)
     first = len(record.graphs)
     with mock.patch.object(binding, "lower_step", watched):
         step, found, promised = _train(replace(job, backend="torchair"), model_of)
@@ -89,7 +124,7 @@ def _run(job: Job, model_of: Callable[[Job], models.Model]) -> Run:
         graphs=len(made),
         runs=tuple(graph.runs for graph in made),
         stats=step,
-        collectives=tuple((c.kind, c.group) for c in made[-1].graph.collectives()),
+        collectives=tuple((c.kind, c.group) for c in made[-1].graph.collectives()) if made else (),
         promised=promised,
     )
 

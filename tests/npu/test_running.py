@@ -15,7 +15,7 @@ import muon_compile as mc
 from tests.dist.models import MATRICES, TALL, Job
 from tests.dist.ranks import Ranks
 from tests.npu.plans import SHARDED, STEPS, WORLD
-from tests.npu.running import Run, alone, shared
+from tests.npu.running import Run, alone, captured, shared
 from tests.npu.sources import sources
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(300)]
@@ -43,6 +43,7 @@ ALONE = {
     "relative eps": job("local", "standard", "float32", config=mc.MuonConfig(eps="relative", ns_dtype="float32")),
     "experts": job("local", "auto", "float32", shapes={"experts": (6, 8, 12), **VECTOR}),
 }
+CAPTURED = ("standard bfloat16", "gram_split:2,1 float32")
 SHARED = {
     f"{strategy} {ns} {dtype}": job(strategy, ns, dtype)
     for strategy in SHARDED
@@ -55,6 +56,12 @@ SHARED = {
 def _alone(folder: str) -> dict[str, Run]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(alone, folder, ALONE).result(timeout=280)
+
+
+@functools.cache
+def _captured(folder: str) -> dict[str, Run]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(captured, folder, {name: ALONE[name] for name in CAPTURED}).result(timeout=280)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,15 @@ def test_one_rank(name: str) -> None:
         2 if ALONE[name].steps > 2 and "vector" in ALONE[name].shapes else 1
     )  # one gradient was missing
     assert sum(run.runs) == ALONE[name].steps
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_the_mode_that_records_kernels_up_to_the_recording(name: str) -> None:
+    run = _captured(sources(VERSION))[name]
+    assert run.bits
+    assert all(run.bits)
+    assert run.graphs == 0  # no GE graph
+    assert run.stats["recompiles"] == 0
 
 
 @pytest.mark.parametrize("name", SHARED)
