@@ -21,9 +21,11 @@ class CompiledGraph:
         code: The backend's generated code, by file name.
         backend: Name of the backend.
         cached: Whether the backend found it in its disk cache.
+        any_addresses: Whether ``run`` takes tensors at other addresses than before, as cheaply.
     """
 
     run: Callable[[list[Tensor]], object]
     code: dict[str, str]
     backend: str
     cached: bool
+    any_addresses: bool = True

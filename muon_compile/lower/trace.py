@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from muon_compile.config import MuonConfig
 from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
 from muon_compile.plan.exchange import Place
+from muon_compile.plan.marks import Mark, Phase
 from muon_compile.plan.plan import Plan, Stretch
 
 # run_step of muon_compile.build: (plan, boundary, hyper, presence, places) -> None. Passed in, so that this floor and
@@ -58,12 +59,34 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A traced step: the graph, fake tensors like its inputs, and what the inputs are."""
+    """A traced step: the graph, fake tensors like its inputs, what the inputs are, and what each operator is about.
+
+    The marks, by node name, are kept beside the graph: in it they would be part of what a backend compiles.
+    """
 
     graph: GraphModule
     inputs: tuple[Tensor, ...]
     spec: InputSpec
     fake_mode: FakeTensorMode
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+
+class Marker:
+    """Notes what every node of the graph that ``make_fx`` is making is about."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, Mark] = {}
+        self._now = Mark(phase="inputs")
+
+    def turn_to(self, mark: Mark | None) -> None:
+        """Mark what has been made since the last call; what comes is about ``mark``."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        for node in reversed(mode.tracer.graph.nodes):
+            if node.name in self.marks:
+                break
+            self.marks[node.name] = self._now
+        self._now = mark or self._now
 
 
 class InPlaceBoundary:
@@ -78,12 +101,19 @@ class InPlaceBoundary:
         grads: Sequence[Tensor],
         state: Mapping[tuple[int, str], Tensor],
         agreement: Tensor | None = None,
+        marker: Marker | None = None,
     ) -> None:
+        self._marker = marker
         self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
         for (index, name), tensor in state.items():
             self.state[plan.buckets[index].name][name] = tensor
+
+    def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
+        """Note it, for those who look at the graph."""
+        if self._marker is not None:
+            self._marker.turn_to(Mark(phase=phase, parts=tuple(parts), batch=batch))
 
     def report(self, agreed: Tensor) -> None:
         """Leave the ranks' agreement where the host will look for it."""
@@ -129,7 +159,11 @@ class InPlaceBoundary:
 
 
 def flat_step(
-    plan: Plan, spec: InputSpec, run_step: RunStep, places: Mapping[int, Place] | None = None
+    plan: Plan,
+    spec: InputSpec,
+    run_step: RunStep,
+    places: Mapping[int, Place] | None = None,
+    marker: Marker | None = None,
 ) -> Callable[..., tuple[()]]:
     """The in-place step as a function of flat tensors in the order of ``spec``."""
     num_hyper = len(spec.hyper)
@@ -155,7 +189,9 @@ def flat_step(
             parts = vector.split([plan.buckets[i].size for i in buckets])
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
-        run_step(plan, InPlaceBoundary(plan, params, grads, state, agreement), hyper, presence, places)
+        run_step(plan, InPlaceBoundary(plan, params, grads, state, agreement, marker), hyper, presence, places)
+        if marker is not None:
+            marker.turn_to(None)
         return ()
 
     return step
@@ -184,7 +220,8 @@ def trace_step(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = tuple(mode.from_tensor(x.detach(), static_shapes=True) for x in inputs)
-    step = flat_step(plan, spec, run_step, places)
+    marker = Marker()
+    step = flat_step(plan, spec, run_step, places, marker)
     # The user's default device is none of the graph's business.
     with torch.no_grad(), torch.device("cpu"), mode:
         graph = make_fx(step, tracing_mode="real", decomposition_table=dict(decompositions or {}))(*fakes)
@@ -192,4 +229,6 @@ def trace_step(
         node._rename(name)
         node.target = node.name
     graph = GraphModule(graph, graph.graph, class_name="MuonStep")
-    return TracedStep(graph=graph, inputs=fakes, spec=spec, fake_mode=mode)
+    operators = [node.name for node in graph.graph.nodes if node.op == "call_function"]
+    marks = {name: marker.marks[name] for name in operators if name in marker.marks}
+    return TracedStep(graph=graph, inputs=fakes, spec=spec, fake_mode=mode, marks=marks)
