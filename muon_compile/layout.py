@@ -153,6 +153,13 @@ class Meshes:
                     found.append(mesh.get_group(axis))
         return found
 
+    def ranks(self) -> list[int]:
+        """All ranks of all meshes, ascending."""
+        found = set() if self._replicate is None else set(dist.get_process_group_ranks(self._replicate))
+        for mesh, _ in self._known:
+            found |= set(mesh.mesh.flatten().tolist())
+        return sorted(found)
+
     def coordinate(self, mesh: MeshSpec, axis: str) -> int:
         """This rank's index along an axis."""
         return dist.get_rank(self.group(mesh, axis))

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from muon_compile.build import collectives
 from muon_compile.build.coefficients import schedule
 from muon_compile.build.orthogonalize import apply_gram, gram_product, identity_like, iterate_gram, wide_dtype
-from muon_compile.build.phases import Phases, Solve
+from muon_compile.build.phases import Phases, Solve, Tell
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange, Place
 
@@ -40,7 +40,7 @@ def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph") -> Ten
     return iterate_gram(r / norm / norm, schedule(config), kernel) / norm
 
 
-def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Solve) -> Phases:
+def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Solve, tell: Tell) -> Phases:
     """Every rank has every unit's Gram sum and iterates on all of them.
 
     Args:
@@ -48,23 +48,24 @@ def gram_all_reduce(x: Tensor, exchange: Exchange, place: Place, gram: Solve) ->
         exchange: Sizes; its kernel.
         place: This rank.
         gram: Gram sums ``[k, cols, cols]``, float32 or wider, any k, to Q of the same shape and dtype: ``O = X Q``.
+        tell: Hears when products begin and when they are over.
 
     Returns:
         Shards of the orthogonalized units, of ``x``'s shape and dtype.
     """
-    sums = collectives.all_reduce(_local_gram(x, exchange), place.shard_group)
+    sums = collectives.all_reduce(_local_gram(x, exchange, tell), place.shard_group)
     yield
-    return _apply(x, gram(collectives.wait(sums)))
+    return _apply(x, gram(collectives.wait(sums)), tell)
 
 
-def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Solve) -> Phases:
+def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Solve, tell: Tell) -> Phases:
     """Each owner has its units' Gram sums, iterates on them and gives every rank their Q; both travel as triangles.
 
     Args, Returns: As of ``gram_all_reduce``; ``exchange`` gives the owners too.
     """
     owned = exchange.owned(0)
     mine, longest = owned[place.shard_rank], max(owned)
-    sent = pack_triangles(_local_gram(x, exchange))
+    sent = pack_triangles(_local_gram(x, exchange, tell))
     if min(owned) < longest:
         # Every rank gets as many as the one that owns the most.
         sent = torch.cat([collectives.padded(run, 0, longest) for run in sent.split(owned)])
@@ -75,7 +76,7 @@ def gram_scatter(x: Tensor, exchange: Exchange, place: Place, gram: Solve) -> Ph
         pack_triangles(gram(unpack_triangles(came, exchange.cols))), owned, place.shard_group
     )
     yield
-    return _apply(x, unpack_triangles(collectives.joined(runs, owned), exchange.cols))
+    return _apply(x, unpack_triangles(collectives.joined(runs, owned), exchange.cols), tell)
 
 
 def pack_triangles(a: Tensor) -> Tensor:
@@ -114,10 +115,16 @@ def _below(a: Tensor, offset: int) -> Tensor:
     return rows[:, None] >= columns[None, :] + offset
 
 
-def _local_gram(x: Tensor, exchange: Exchange) -> Tensor:
+def _local_gram(x: Tensor, exchange: Exchange, tell: Tell) -> Tensor:
+    tell("orthogonalize")
     # In float32, where products of narrower entries are exact.
-    return gram_product(x.mT, wide_dtype(x), "symmetric" if exchange.kernel == "symmetric" else "graph")
+    result = gram_product(x.mT, wide_dtype(x), "symmetric" if exchange.kernel == "symmetric" else "graph")
+    tell("send")
+    return result
 
 
-def _apply(x: Tensor, q: Tensor) -> Tensor:
-    return apply_gram(q.mT, x.mT).mT
+def _apply(x: Tensor, q: Tensor, tell: Tell) -> Tensor:
+    tell("orthogonalize")
+    result = apply_gram(q.mT, x.mT).mT
+    tell("return")
+    return result

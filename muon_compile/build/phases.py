@@ -11,12 +11,20 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
+from muon_compile.plan.marks import Phase
+
 _T = TypeVar("_T")
 
 # Whole units [k, rows, cols], any k, to as many orthogonalized ones of the same dtype; or Gram sums to Q.
 Solve: TypeAlias = Callable[[Tensor], Tensor]
+# Hears which phase of the step comes next.
+Tell: TypeAlias = Callable[[Phase], None]
 # Yields where collectives have been started, and returns the result.
 Phases: TypeAlias = Generator[None, None, Tensor]
+
+
+def unheard(phase: Phase) -> None:
+    """A ``Tell`` for those whom nobody listens to."""
 
 
 def run_side_by_side(parts: Sequence[Phases], meanwhile: Callable[[], _T]) -> tuple[list[Tensor], _T]:

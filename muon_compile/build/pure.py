@@ -12,6 +12,7 @@ from muon_compile.build.step import BucketState, run_step
 from muon_compile.config import AdamWConfig
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.localize import localize
+from muon_compile.plan.marks import Phase
 from muon_compile.plan.plan import Bucket, Plan, Stretch
 from muon_compile.plan.strategies import NODE, PEERS
 from muon_compile.spec import Algorithm
@@ -76,6 +77,9 @@ class _PureBoundary:
         for (bucket, name), rows in self._state.items():
             result[bucket][name] = _join([_join(row, 1) for row in rows], 0)
         return result
+
+    def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
+        """Nothing: nobody looks at a pure step's graph here."""
 
     def report(self, agreed: Tensor) -> None:
         """Keep whether the ranks agreed."""

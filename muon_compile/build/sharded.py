@@ -10,7 +10,7 @@ from torch import Tensor
 from muon_compile.build.collectives import all_reduce, wait
 from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
-from muon_compile.build.phases import Phases
+from muon_compile.build.phases import Phases, Tell, unheard
 from muon_compile.build.strategies import run_exchange
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange, Place
@@ -56,7 +56,7 @@ def _place(plan: Plan, axes: Sequence[tuple[str, int, bool]], bucket: int, place
     raise AssertionError(f"no part is exchanged over {axes}")
 
 
-def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False) -> Phases:
+def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False, tell: Tell = unheard) -> Phases:
     """Orthogonalize a part over the ranks that share it, in phases.
 
     Args:
@@ -64,6 +64,7 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
         update: Directions ``[units, rows, cols]``, as far as this rank has them.
         place: Where this rank stands.
         exact: Take ``torch.optim.Muon``'s own operators and roundings.
+        tell: Hears when orthogonalizing begins and when it is over; what comes before is ``"send"``.
 
     Returns:
         Phases, whose result is the update ``[B, *shape]``, this rank's shard; ``exchanged_scale`` has yet to scale it.
@@ -86,7 +87,7 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
     def gram(r: Tensor) -> Tensor:
         return gram_polynomial(r, config)
 
-    result = yield from run_exchange(x, exchange, place, whole, gram)
+    result = yield from run_exchange(x, exchange, place, whole, gram, tell)
     result = result.mT if exchange.transposed else result
     return result.reshape(part.bucket.size, *part.bucket.shape)
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
-from muon_compile.build.phases import run_side_by_side
+from muon_compile.build.phases import Phases, run_side_by_side
 from muon_compile.build.sharded import agree_on_presence, exchange_part, exchanged_scale
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.exchange import Place
-from muon_compile.plan.plan import Bucket, Plan, Stretch, Wave
+from muon_compile.plan.marks import Phase
+from muon_compile.plan.plan import Batch, Bucket, Plan, Stretch, Wave
 
 Hyper = Sequence[Mapping[str, Tensor]]
 BucketState = Mapping[str, Tensor]
@@ -34,6 +35,9 @@ class Boundary(Protocol):
 
     in_place: bool
     """Whether intermediate results may be overwritten: nothing but the step itself will see them."""
+
+    def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
+        """What comes next is about (``plan.marks.Mark``); only those who look at the graph want to know."""
 
     def report(self, agreed: Tensor) -> None:
         """Keep the 0-d bool that says whether the ranks agreed on which gradients are there."""
@@ -77,10 +81,13 @@ def run_step(
     """
     if any(part.exchange is not None for part in plan.parts):
         assert presence is not None and places is not None
+        agreeing = {bucket for _, buckets in plan.agreements() for bucket in buckets}
+        boundary.working_on("agree", [i for i, part in enumerate(plan.parts) if part.bucket in agreeing])
         presence, agreed = agree_on_presence(plan, presence, places)
         boundary.report(agreed)
     for index, wave in enumerate(plan.waves):
         if index:
+            boundary.working_on("update", plan.waves[index - 1].parts)
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
         _run_wave(plan, wave, boundary, hyper, presence, places or {})
@@ -96,18 +103,21 @@ def _run_wave(
 ) -> None:
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
+    boundary.working_on("momentum", wave.parts)
     parts = {index: plan.stretch(index) for index in wave.parts}
     masks = {i: None if presence is None else p.of_rows(presence[p.part.bucket]) for i, p in parts.items()}
     for index, part in parts.items():
+        boundary.working_on("momentum", (index,))
         if part.bucket.algorithm == "muon":
             views[index] = _muon_direction(plan, part, boundary, hyper, masks[index])
         else:
             updates[index] = _adamw(part, boundary, hyper, masks[index])
     shared = [index for index, part in parts.items() if part.part.exchange is not None]
-    phases = [exchange_part(parts[index], views[index], places[index], exact=plan.exact) for index in shared]
-    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary.in_place))
+    phases = [_exchange(plan, index, views[index], places[index], boundary) for index in shared]
+    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary))
     exchanged = dict(zip(shared, results, strict=True))
     for index, part in parts.items():
+        boundary.working_on("update", (index,))
         bucket, mask = part.bucket, masks[index]
         decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
         step_size: Tensor | None = None
@@ -122,6 +132,25 @@ def _run_wave(
             decay = torch.where(mask, decay, 1.0)
             step_size = torch.where(mask, 1.0 if step_size is None else step_size, 0.0).to(decay.dtype)
         boundary.apply(part, update, decay, step_size)
+
+
+def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Boundary) -> Phases:
+    """``exchange_part``, that says what it is about whenever it goes on: other parts have been at work meanwhile."""
+    now: list[Phase] = ["send"]
+
+    def tell(phase: Phase) -> None:
+        now[0] = phase
+        boundary.working_on(phase, (index,))
+
+    steps = exchange_part(plan.stretch(index), update, place, exact=plan.exact, tell=tell)
+    while True:
+        tell(now[0])
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+        yield
 
 
 def _muon_direction(plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
@@ -153,17 +182,21 @@ def _adamw(part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None)
     return update
 
 
-def _orthogonalize_wave(plan: Plan, wave: Wave, views: Mapping[int, Tensor], in_place: bool) -> dict[int, list[Tensor]]:
+def _orthogonalize_wave(
+    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary
+) -> dict[int, list[Tensor]]:
     """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
     inputs = []
     for index in wave.batches:
         batch = plan.batches[index]
+        boundary.working_on("orthogonalize", _parts_of(batch), index)
         pieces = [views[p.part].narrow(1, p.start, p.rows) for p in batch.pieces]
         inputs.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
     outputs: dict[tuple[int, int], Tensor] = {}
     for index, x in zip(wave.batches, inputs, strict=True):
         batch = plan.batches[index]
-        form, kernel = batch.form, batch.kernel
+        boundary.working_on("orthogonalize", _parts_of(batch), index)
+        form, kernel, in_place = batch.form, batch.kernel, boundary.in_place
         result = orthogonalize(x, batch.config, exact=plan.exact, form=form, kernel=kernel, in_place=in_place)
         counts = [p.num_matrices for p in batch.pieces]
         results = [result] if len(counts) == 1 else list(result.split(counts))
@@ -173,6 +206,10 @@ def _orthogonalize_wave(plan: Plan, wave: Wave, views: Mapping[int, Tensor], in_
     for part_index, start in sorted(outputs):
         blocks.setdefault(part_index, []).append(outputs[part_index, start])
     return blocks
+
+
+def _parts_of(batch: Batch) -> list[int]:
+    return sorted({piece.part for piece in batch.pieces})
 
 
 def _muon_update(bucket: Bucket, blocks: Sequence[Tensor], hyper: Hyper) -> tuple[Tensor, Tensor]:

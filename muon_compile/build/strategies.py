@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from muon_compile.build import all_to_all, gather, gram, hierarchical, replicas
-from muon_compile.build.phases import Phases, Solve
+from muon_compile.build.phases import Phases, Solve, Tell, unheard
 from muon_compile.plan.exchange import Exchange, Place, Strategy
 
 _Run = Callable[[Tensor, Exchange, Place, Solve], Phases]
@@ -33,13 +33,15 @@ WHOLE: dict[Strategy, _Run] = {
     "gather_scatter": gather.gather_scatter,
     "hierarchical_all_to_all": hierarchical.hierarchical_all_to_all,
 }
-GRAM: dict[Strategy, _Run] = {
+GRAM: dict[Strategy, Callable[[Tensor, Exchange, Place, Solve, Tell], Phases]] = {
     "gram_all_reduce": gram.gram_all_reduce,
     "gram_scatter": gram.gram_scatter,
 }
 
 
-def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram: Solve | None = None) -> Phases:
+def run_exchange(
+    x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram: Solve | None = None, tell: Tell = unheard
+) -> Phases:
     """Orthogonalize units that are cut over ranks; called by every rank of the shard and replica axes.
 
     Args:
@@ -50,6 +52,7 @@ def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram
             x's dtype, whether they travel or not: strategies agree.
         gram: For strategies of ``GRAM``: Gram sums ``X^T X``, ``[k, cols, cols]`` of float32 or wider, to ``Q`` of the
             same shape and dtype, with the normalization in it; such as ``gram_polynomial``.
+        tell: Hears when orthogonalizing begins and when it is over.
 
     Returns:
         Phases, whose result is the same shards of the orthogonalized units, contiguous, of x's shape and dtype.
@@ -58,15 +61,21 @@ def run_exchange(x: Tensor, exchange: Exchange, place: Place, whole: Solve, gram
 
     # Nothing is made of nothing: no product with an empty batch in the graph.
     def rounded(y: Tensor) -> Tensor:
-        return whole(y).to(y.dtype) if y.shape[0] else y
+        tell("orthogonalize")
+        result = whole(y).to(y.dtype) if y.shape[0] else y
+        tell("return")
+        return result
 
     def polynomial(r: Tensor) -> Tensor:
         assert gram is not None
-        return gram(r) if r.shape[0] else r
+        tell("orthogonalize")
+        result = gram(r) if r.shape[0] else r
+        tell("return")
+        return result
 
     def inside(part: Tensor, alone: Exchange, where: Place) -> Phases:
         if alone.strategy in GRAM:
-            return GRAM[alone.strategy](part, alone, where, polynomial)
+            return GRAM[alone.strategy](part, alone, where, polynomial, tell)
         return WHOLE[alone.strategy](part, alone, where, rounded)
 
     result = yield from replicas.over_replicas(x, exchange, place, inside)

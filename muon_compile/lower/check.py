@@ -15,14 +15,23 @@ from muon_compile.spec import CollectiveSpec
 _HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
 
+def collective_kind(node: Node) -> str | None:
+    """The functional collective that a node issues; None where it issues none, or waits for one."""
+    namespace, _, name = str(node.target).partition(".")
+    if node.op != "call_function" or namespace != "_c10d_functional" or name.startswith("wait_tensor"):
+        return None
+    return name.split(".")[0]
+
+
+def collective_group(node: Node) -> str:
+    """Name of the process group that a collective's node runs over."""
+    (group,) = [arg for arg in node.args if isinstance(arg, str) and arg != "sum"]
+    return group
+
+
 def found_collectives(traced: TracedStep) -> list[str]:
     """Kinds of the functional collectives in the graph, in order, waits apart."""
-    kinds = []
-    for node in traced.graph.graph.nodes:
-        namespace, _, name = str(node.target).partition(".")
-        if node.op == "call_function" and namespace == "_c10d_functional" and not name.startswith("wait_tensor"):
-            kinds.append(name.split(".")[0])
-    return kinds
+    return [kind for node in traced.graph.graph.nodes if (kind := collective_kind(node)) is not None]
 
 
 def collective_lines(traced: TracedStep, places: Sequence[Place] = ()) -> dict[str, list[str]]:
@@ -35,13 +44,12 @@ def collective_lines(traced: TracedStep, places: Sequence[Place] = ()) -> dict[s
     parts |= {place.peer_group: (place.shard_group, " between nodes") for place in places}
     lines: dict[str, list[str]] = {}
     for node in traced.graph.graph.nodes:
-        namespace, _, name = str(node.target).partition(".")
-        if node.op != "call_function" or namespace != "_c10d_functional" or name.startswith("wait_tensor"):
+        kind, value = collective_kind(node), node.meta.get("val")
+        if kind is None:
             continue
-        kind, value = name.split(".")[0], node.meta.get("val")
         same = "" if value is None or kind == "all_to_all_single" else f" {value.numel()}"
         root = f" from {node.args[1]}" if kind == "broadcast" else ""
-        (group,) = [arg for arg in node.args if isinstance(arg, str) and arg != "sum"]
+        group = collective_group(node)
         whole, where = parts.get(group, (group, ""))
         lines.setdefault(whole, []).append(f"{kind}{same} {getattr(value, 'dtype', '')}{root}{where}")
     return lines

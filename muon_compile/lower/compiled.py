@@ -22,6 +22,7 @@ class CompiledGraph:
         backend: Name of the backend.
         cached: Whether the backend found it in its disk cache.
         fixed_addresses: Whether parameters and state must stay where they were when it was compiled.
+        any_addresses: Whether ``run`` takes tensors at other addresses than before, as cheaply.
     """
 
     run: Callable[[list[Tensor]], object]
@@ -29,3 +30,4 @@ class CompiledGraph:
     backend: str
     cached: bool
     fixed_addresses: bool = False
+    any_addresses: bool = True

@@ -209,7 +209,8 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
         ) from error
     _check_order(traced, "\n".join(code.values()))
     cached = counters["inductor"]["fxgraph_cache_hit"] > hits
-    return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached)
+    replays = bool(merged.get("triton.cudagraphs"))
+    return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached, any_addresses=not replays)
 
 
 def _check_order(traced: TracedStep, code: str) -> None:

@@ -194,7 +194,9 @@ def compile_torchair(
         return runner(*flat)
 
     frozen = bool(config.experimental_config.frozen_parameter)
-    return CompiledGraph(run=run, code=code, backend="torchair", cached=False, fixed_addresses=frozen)
+    return CompiledGraph(
+        run=run, code=code, backend="torchair", cached=False, fixed_addresses=frozen, any_addresses=not frozen
+    )
 
 
 def compiler_config(torchair: ModuleType, options: Mapping[str, Any]) -> Any:
@@ -347,7 +349,9 @@ def _captured(runner: Any, traced: TracedStep, mode: str) -> CompiledGraph:
         return runner(*flat)
 
     code = {"aclgraph.py": runner.runner.fx_graph.print_readable(print_output=False)}
-    return CompiledGraph(run=run, code=code, backend=f"torchair ({mode})", cached=False, fixed_addresses=True)
+    return CompiledGraph(
+        run=run, code=code, backend=f"torchair ({mode})", cached=False, fixed_addresses=True, any_addresses=False
+    )
 
 
 def _failure(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muon_compile.config import MuonConfig
 from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
 from muon_compile.plan.exchange import Place
+from muon_compile.plan.marks import Mark, Phase
 from muon_compile.plan.plan import Plan, Stretch
 
 # run_step of muon_compile.build: (plan, boundary, hyper, presence, places) -> None. Passed in, so that this floor and
@@ -64,12 +65,34 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A traced step: the graph, fake tensors like its inputs, and what the inputs are."""
+    """A traced step: the graph, fake tensors like its inputs, what the inputs are, and what each operator is about.
+
+    The marks, by node name, are kept beside the graph: in it they would be part of what a backend compiles.
+    """
 
     graph: GraphModule
     inputs: tuple[Tensor, ...]
     spec: InputSpec
     fake_mode: FakeTensorMode
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+
+class Marker:
+    """Notes what every node of the graph that ``make_fx`` is making is about."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, Mark] = {}
+        self._now = Mark(phase="inputs")
+
+    def turn_to(self, mark: Mark | None) -> None:
+        """Mark what has been made since the last call; what comes is about ``mark``."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        for node in reversed(mode.tracer.graph.nodes):
+            if node.name in self.marks:
+                break
+            self.marks[node.name] = self._now
+        self._now = mark or self._now
 
 
 class InPlaceBoundary:
@@ -84,12 +107,19 @@ class InPlaceBoundary:
         grads: Sequence[Tensor],
         state: Mapping[tuple[int, str], Tensor],
         agreement: Tensor | None = None,
+        marker: Marker | None = None,
     ) -> None:
+        self._marker = marker
         self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
         for (index, name), tensor in state.items():
             self.state[plan.buckets[index].name][name] = tensor
+
+    def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
+        """Note it, for those who look at the graph."""
+        if self._marker is not None:
+            self._marker.turn_to(Mark(phase=phase, parts=tuple(parts), batch=batch))
 
     def report(self, agreed: Tensor) -> None:
         """Leave the ranks' agreement where the host will look for it."""
@@ -140,6 +170,7 @@ def flat_step(
     run_step: RunStep,
     places: Mapping[int, Place] | None = None,
     boundary: type[InPlaceBoundary] = InPlaceBoundary,
+    marker: Marker | None = None,
 ) -> Callable[..., tuple[()]]:
     """The in-place step as a function of flat tensors in the order of ``spec``."""
     num_hyper = len(spec.hyper)
@@ -165,7 +196,9 @@ def flat_step(
             parts = vector.split([plan.buckets[i].size for i in buckets])
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
-        run_step(plan, boundary(plan, params, grads, state, agreement), hyper, presence, places)
+        run_step(plan, boundary(plan, params, grads, state, agreement, marker), hyper, presence, places)
+        if marker is not None:
+            marker.turn_to(None)
         return ()
 
     return step
@@ -215,7 +248,8 @@ def trace_step(
         The graph. Its parameters and state are written in place; it returns nothing.
     """
     mode, fakes = _fakes(inputs)
-    step = flat_step(plan, spec, run_step, places, boundary)
+    marker = Marker()
+    step = flat_step(plan, spec, run_step, places, boundary, marker)
     lines = (preserve_node_meta(), _EmittingLines()) if stack_traces else ()  # type: ignore[no-untyped-call]
     # The user's default device is none of the graph's business.
     with ExitStack() as stack:
@@ -226,4 +260,6 @@ def trace_step(
         node._rename(name)
         node.target = node.name
     graph = GraphModule(graph, graph.graph, class_name="MuonStep")
-    return TracedStep(graph=graph, inputs=fakes, spec=spec, fake_mode=mode)
+    operators = [node.name for node in graph.graph.nodes if node.op == "call_function"]
+    marks = {name: marker.marks[name] for name in operators if name in marker.marks}
+    return TracedStep(graph=graph, inputs=fakes, spec=spec, fake_mode=mode, marks=marks)

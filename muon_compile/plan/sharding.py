@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import add
@@ -24,6 +24,7 @@ from muon_compile.plan.exchange import (
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
+from muon_compile.plan.marks import Phase
 from muon_compile.plan.network import Group
 from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
 from muon_compile.plan.select import Surroundings, rank_by_time, why_not, with_strategy
@@ -32,6 +33,8 @@ from muon_compile.plan.strategies import (
     gathers_results,
     owned_flops,
     phases,
+    phases_before,
+    role_of,
 )
 from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
 
@@ -265,16 +268,41 @@ def exchanged_bytes(bucket: Bucket, comm_dtype: str | None) -> int:
     return 2 * total if bucket.strategy in GATHERS else 2 * total // len(bucket.layout.sizes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """One collective that a plan promises, and whose it is.
+
+    Args:
+        spec: What is promised.
+        role: What its axis is to the part: ``"shard"``, ``"node"`` and ``"peers"`` within it, or ``"replica"``.
+        phase: ``"agree"``, ``"send"`` before the iteration, ``"return"`` after it.
+        wave: Index into ``Plan.waves``; None: before the first one.
+        part: Index into ``Plan.parts``; None: it is about all ``buckets``.
+        buckets: Indices into ``Plan.buckets``.
+    """
+
+    spec: CollectiveSpec
+    role: str
+    phase: Phase
+    wave: int | None = None
+    part: int | None = None
+    buckets: tuple[int, ...]
+
+
 def agreement_collectives(plan: Plan) -> list[tuple[CollectiveSpec, MeshSpec]]:
     """What ranks agree on gradients with, before anything else is sent; each with its mesh."""
-    made = []
+    return [(promise.spec, _mesh_of(plan.buckets[promise.buckets[0]])) for promise in _agreements(plan)]
+
+
+def _agreements(plan: Plan) -> Iterator[Promise]:
     for axes, buckets in plan.agreements():
-        num_bytes, mesh = 4 * sum(plan.buckets[i].size for i in buckets), _mesh_of(plan.buckets[buckets[0]])
-        made += [(CollectiveSpec(kind="all_reduce", axis=a, bytes_per_rank=num_bytes), mesh) for a, _, _ in axes]
-    return made
+        num_bytes = 4 * sum(plan.buckets[i].size for i in buckets)
+        for axis, _, sharded in axes:
+            spec = CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=num_bytes)
+            yield Promise(spec=spec, role="shard" if sharded else "replica", phase="agree", buckets=buckets)
 
 
-def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
+def promises(plan: Plan, places: Mapping[int, Place] | None = None) -> list[Promise]:
     """Every collective of a step, in order: the agreements on gradients, then wave by wave, phase by phase.
 
     Args:
@@ -282,13 +310,26 @@ def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) 
         places: Where a rank stands, for every part with an exchange: the promise for that rank. None: for all, as if
             every rank's replica owned whatever one of them owns.
     """
-    made = [spec for spec, _ in agreement_collectives(plan)]
-    for wave in plan.waves:
-        shared = [(i, exchange) for i in wave.parts if (exchange := plan.parts[i].exchange) is not None]
-        parts = [phases(exchange, None if places is None else places[i].replica_rank) for i, exchange in shared]
+    made = list(_agreements(plan))
+    for number, wave in enumerate(plan.waves):
+        rows = []
+        for index in wave.parts:
+            exchange = plan.parts[index].exchange
+            if exchange is not None:
+                found = phases(exchange, None if places is None else places[index].replica_rank)
+                rows.append([(index, exchange, at, specs) for at, specs in enumerate(found)])
         # The parts of a wave go through their phases side by side.
-        made += [spec for same in zip_longest(*parts, fillvalue=()) for phase in same for spec in phase]
-    return tuple(made)
+        for index, exchange, at, specs in (item for same in zip_longest(*rows) for item in same if item is not None):
+            phase: Phase = "send" if at < phases_before(exchange.strategy) else "return"
+            for spec in specs:
+                role, bucket = role_of(spec.axis, exchange), plan.parts[index].bucket
+                made.append(Promise(spec=spec, role=role, phase=phase, wave=number, part=index, buckets=(bucket,)))
+    return made
+
+
+def promised_collectives(plan: Plan, places: Mapping[int, Place] | None = None) -> tuple[CollectiveSpec, ...]:
+    """The collectives of ``promises``."""
+    return tuple(promise.spec for promise in promises(plan, places))
 
 
 def rank_flops(plan: Plan) -> list[int]:

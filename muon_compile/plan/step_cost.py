@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from muon_compile.config import MuonConfig
 from muon_compile.plan.cost import Cost, Work, beyond_cache, predict
-from muon_compile.plan.exchange import Exchange
+from muon_compile.plan.exchange import GRAMS, Exchange
 from muon_compile.plan.exchange_cost import NOTHING, ExchangeCost, add, exchange_cost, owned_units
 from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, network_of
@@ -177,11 +177,13 @@ class _Step:
         return exchange_cost(exchange, share.config, share.layout.mesh, self.hardware)
 
     def _stage(self, index: int, cost: ExchangeCost, number: int, owned: int, ready: float) -> float:
-        bucket, stage = self.plan.buckets[self.plan.parts[index].bucket], cost.stages[number]
-        assert bucket.layout is not None
+        part, stage = self.plan.parts[index], cost.stages[number]
+        bucket = self.plan.buckets[part.bucket]
+        assert bucket.layout is not None and part.exchange is not None
         name, spent = bucket.name, stage.of(owned)
         self.solve = add(self.solve, spent)
-        done = self.lanes.run(f"{name} newton-schulz" if stage.by_owned else f"{name} pack", spent.seconds, ready)
+        solves = stage.by_owned or part.exchange.strategy in GRAMS
+        done = self.lanes.run(f"{name} newton-schulz" if solves else f"{name} pack", spent.seconds, ready)
         return self.send(name, bucket.layout.mesh, cost.phases[number], done) if number < len(cost.phases) else done
 
     def _batches(self, wave: Wave) -> None:

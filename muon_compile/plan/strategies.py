@@ -227,6 +227,18 @@ def phases(exchange: Exchange, replica: int | None = None) -> list[tuple[Collect
     return [*made, _most([across], exchange.replica_axis)] if across else made
 
 
+def phases_before(strategy: Strategy) -> int:
+    """Of a part's phases those before its iteration."""
+    return {"local": 0, "hierarchical_all_to_all": 2}.get(strategy, 1)
+
+
+def role_of(axis: str, exchange: Exchange) -> str:
+    """What the axis of a part's collective is to it: ``"shard"``, ``"node"`` or ``"peers"`` of it, or ``"replica"``."""
+    whole = exchange.shard_axis or ""
+    roles = {whole: "shard", whole + NODE: "node", whole + PEERS: "peers"}
+    return roles.get(axis, "replica")
+
+
 def _most(everyone: Sequence[Sequence[_Transfer]], axis: str | None) -> tuple[CollectiveSpec, ...]:
     """One phase as all replicas together promise it."""
     return tuple(

@@ -1,38 +1,60 @@
-"""Write what a step is made of as files, for tools and for reading."""
+"""What a step is made of, for ``inspect.dump`` to write; and a step measured, if that is asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muon_compile.lower.compiled import CompiledGraph
-from muon_compile.lower.trace import TracedStep
-from muon_compile.plan.plan import Plan
+from torch import Tensor
+
+from muon_compile.inspect.dump import Compiled, dump_files, write_files
+from muon_compile.inspect.trace import Measured
+from muon_compile.plan.hardware import Hardware
+from muon_compile.run.binding import Binding
+from muon_compile.run.profiling import measure_step
 from muon_compile.run.stats import StepStats
+from muon_compile.run.together import ask_together
+
+Hyper = Sequence[Mapping[str, float | Tensor]]
+
+
+def measure(binding: Binding) -> Measured:
+    """Measure a step on copies of the binding's tensors; every rank that the step sends to has to call.
+
+    Raises:
+        RuntimeError: Some of them do not; names them.
+    """
+    kind = "all" if "all" in binding.graphs else "masked"
+    traced, compiled = binding.graphs[kind]
+    inputs = binding.copies(kind)
+    if binding.places:
+        ask_together("profile", binding.reading.meshes.ranks())
+    return measure_step(binding.local, traced, compiled, inputs)
 
 
 def write_artifacts(
-    directory: Path, plan: Plan, graphs: Mapping[str, tuple[TracedStep, CompiledGraph]], stats: StepStats
+    directory: Path,
+    binding: Binding,
+    stats: StepStats,
+    hyper: Hyper,
+    *,
+    hardware: Hardware | None = None,
+    measured: Measured | None = None,
 ) -> list[Path]:
-    """Write ``plan.json``, ``plan.txt``, ``stats.json`` and, per graph, its FX code and the backend's code.
+    """Write everything that ``inspect.dump.dump_files`` makes of a compiled step.
 
     Returns:
         The paths written.
+
+    Raises:
+        OSError: The directory cannot be written to; nothing has been.
     """
-    texts = {
-        "plan.json": plan.to_json(),
-        "plan.txt": plan.describe() + "\n",
-        "stats.json": json.dumps(stats.as_dict(), indent=1),
-    }
-    for kind, (traced, compiled) in graphs.items():
-        texts[f"{kind}_gradients/graph.py"] = traced.graph.print_readable(print_output=False)
-        for name, code in compiled.code.items():
-            texts[f"{kind}_gradients/{name}"] = code
-    written = []
-    for name, text in texts.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+    compiled = Compiled(
+        graphs=binding.graphs,
+        plan=binding.local,
+        places=binding.places,
+        stats=stats.as_dict(),
+        hyper=[{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in hyper],
+        measured=measured,
+    )
+    return write_files(directory, dump_files(binding.plan, compiled, hardware=hardware))

@@ -205,6 +205,18 @@ class Binding:
 
         return run, recompile
 
+    def copies(self, kind: str) -> list[Tensor]:
+        """Inputs of a graph that share no memory with the live ones: gradients are noise, and all of them are there."""
+        noise: dict[torch.device, torch.Generator] = {}
+        made = [x.detach().clone() for x in self._static]
+        for param, (shape, dtype) in zip(self._params, self._grad_facts, strict=True):
+            device = param.device
+            generator = noise.setdefault(device, torch.Generator(device).manual_seed(0))
+            made.append(torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype))
+        if kind == "masked":
+            made += [torch.ones_like(vector.tensor) for vector in self._presence]
+        return made
+
     def take_graphs(self, other: Binding) -> None:
         """Reuse the graphs of an equal plan."""
         self.compiled_kinds |= other.compiled_kinds

@@ -19,7 +19,7 @@ from muon_compile.layout import replicate_group
 from muon_compile.lower.backends import check_backend, hyper_dtype
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
-from muon_compile.run.artifacts import write_artifacts
+from muon_compile.run.artifacts import measure, write_artifacts
 from muon_compile.run.binding import Binding, Replan
 from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
@@ -67,7 +67,8 @@ class CompiledStep:
         reading = read_optimizers(self.optimizers, self._adapters, self._names, replicate=replicate)
         devices = {spec.device for spec in reading.specs}
         check_backend(backend, devices if check_compiler else (), config, reading.meshes.groups())
-        plan_reading(reading, self._wishes)  # what it refuses is refused here, before anything changes
+        # What planning refuses is refused here, before anything changes.
+        _, self._hardware = plan_reading(reading, self._wishes)
         if not any(p.device.type == "meta" for p in reading.params):
             self._bind()
         if config.keep_memory and any(spec.device.startswith("cpu") for spec in reading.specs):
@@ -89,16 +90,32 @@ class CompiledStep:
         assert self._binding is not None
         return self._binding.plan
 
-    def dump(self, directory: str | Path) -> list[Path]:
-        """Write the plan, the traced graph, the backend's code and the counters as files; returns their paths.
+    def dump(self, directory: str | Path, profile: bool = False) -> list[Path]:
+        """Write the step as files: plan, graphs, code, collectives, counts, predicted timeline, and a report.
+
+        Ranks differ in what they run, so each of them writes to a directory of its own; one may do so alone.
+
+        Args:
+            directory: Where to; made if need be.
+            profile: Also measure a step, on copies of everything that it writes: nothing live changes, but there has to
+                be memory for them. The step's collectives run, so then every rank of its meshes has to call.
+
+        Returns:
+            The paths written (``inspect.dump.dump_files`` says what is what).
 
         Raises:
-            RuntimeError: The step has not been compiled yet; run one step first.
+            RuntimeError: The step has not been compiled yet; run one step first. Or with ``profile`` other ranks have
+                not called within half a minute.
+            OSError: The directory cannot be written to; nothing has been.
         """
-        graphs = {} if self._binding is None else self._binding.graphs
-        if not graphs:
+        binding = self._binding
+        if binding is None or not binding.graphs:
             raise RuntimeError("dump: nothing is compiled yet; the step compiles when it first runs. Run a step first.")
-        return write_artifacts(Path(directory), self.plan, graphs, self.stats)
+        hyper = [adapter.hyper(group) for adapter, group in live_groups(self.optimizers, self._adapters)]
+        with torch.no_grad(), self._own_dtypes():
+            measured = measure(binding) if profile else None
+        hardware = self._hardware
+        return write_artifacts(Path(directory), binding, self.stats, hyper, hardware=hardware, measured=measured)
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -117,15 +134,19 @@ class CompiledStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # The step's dtypes are its own: under autocast its float32 products would run in half precision.
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        kinds = {param.device.type for group in groups for param in group["params"][:1]}
-        with torch.no_grad(), ExitStack() as stack:
-            for kind in kinds:
-                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+        with torch.no_grad(), self._own_dtypes():
             self._step()
         return loss
+
+    def _own_dtypes(self) -> ExitStack:
+        """Autocast switched off until the result's end: under it the step's float32 products would run in halves."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        kinds = {param.device.type for group in groups for param in group["params"][:1]}
+        stack = ExitStack()
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
 
     def _step(self) -> None:
         if self._broken is not None:
@@ -211,7 +232,8 @@ class CompiledStep:
                 "The plan needs real parameters, and some are still on the meta device; "
                 "materialize the model (model.to_empty(device=...)) first."
             )
-        binding = Binding(plan_reading(reading, self._wishes), reading, self.optimizers, hyper_dtype(self._backend))
+        plan, self._hardware = plan_reading(reading, self._wishes)
+        binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend))
         binding.state.adopt(binding.state.current())
         binding.state.attach()
         if self._binding is not None:

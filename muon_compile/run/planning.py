@@ -54,8 +54,8 @@ def hardware_named(name: object) -> Hardware | Literal["auto"]:
     )
 
 
-def plan_reading(reading: Reading, wishes: Wishes) -> Plan:
-    """The plan of what the optimizers hold; ranks that share a group compare theirs.
+def plan_reading(reading: Reading, wishes: Wishes) -> tuple[Plan, Hardware | None]:
+    """The plan of what the optimizers hold, and the figures that decided it; ranks that share a group compare plans.
 
     Raises:
         ValueError, NotImplementedError: What ``make_plan`` refuses.
@@ -63,6 +63,7 @@ def plan_reading(reading: Reading, wishes: Wishes) -> Plan:
     """
     config = wishes.config
     check_groups(reading.params)
+    hardware = _hardware(reading, wishes)
     plan = make_plan(
         reading.specs,
         strategy=wishes.strategy,
@@ -73,7 +74,7 @@ def plan_reading(reading: Reading, wishes: Wishes) -> Plan:
         max_temp_bytes=config.max_temp_bytes,
         max_gather_bytes=config.max_gather_bytes,
         node_size=config.node_size,
-        hardware=_hardware(reading, wishes),
+        hardware=hardware,
     )
     if plan.temp_bytes > config.max_temp_bytes:
         _LOG.warning(
@@ -84,7 +85,7 @@ def plan_reading(reading: Reading, wishes: Wishes) -> Plan:
     groups = reading.meshes.groups()
     if groups:
         compare("plan", plan.digest, [str(spec) for spec in plan.specs], groups)
-    return plan
+    return plan, hardware
 
 
 def _hardware(reading: Reading, wishes: Wishes) -> Hardware | None:

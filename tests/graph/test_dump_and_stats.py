@@ -43,14 +43,15 @@ def test_dump_writes_the_plan_the_graph_and_the_code(tmp_path: Path) -> None:
     step()
     folder = tmp_path / "deep" / "er"
     written = step.dump(str(folder))
+    of_graphs = ("graph.py", "graph.json", "graph.dot", "op_counts.json", "op_counts.txt", "aot_eager.py")
     assert {p.relative_to(folder).as_posix() for p in written} == {
         "plan.json",
         "plan.txt",
         "stats.json",
-        "all_gradients/graph.py",
-        "all_gradients/aot_eager.py",
-        "masked_gradients/graph.py",
-        "masked_gradients/aot_eager.py",
+        "collectives.json",
+        "predicted.trace.json",
+        "report.html",
+        *(f"{kind}_gradients/{name}" for kind in ("all", "masked") for name in of_graphs),
     }
     assert sorted(p for p in folder.rglob("*") if p.is_file()) == sorted(written)
     assert mc.Plan.from_json((folder / "plan.json").read_text()) == step.plan
