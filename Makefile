@@ -11,7 +11,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-dist bench check lint types imports format clean
+.PHONY: help setup demo test test-dist test-npu test-browser bench check lint types imports format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -34,10 +34,16 @@ demo: $(READY) ## train a small transformer on real text, eager and compiled
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(READY) ## run the tests of one process; ARGS="-k muon -x" goes to pytest
-	$(BIN)/python -m pytest tests -m "not dist" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not dist and not npu and not browser" $(ARGS)
 
 test-dist: $(READY) ## run the tests of several ranks, on gloo
-	$(BIN)/python -m pytest tests -m dist $(ARGS)
+	$(BIN)/python -m pytest tests -m "dist and not npu" $(ARGS)
+
+test-npu: $(READY) ## lower the step for Ascend NPUs and run it by the reference interpreter; fetches a wheel's Python once
+	$(BIN)/python -m pytest tests/npu $(ARGS)
+
+test-browser: $(READY) ## open reports in Chromium (tools/install_chromium.sh)
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 bench: $(READY) ## print every figure of the README and draw step times (out/bench.png); ARGS="--minutes 10" runs all sets
 	$(BIN)/python tools/figures.py
@@ -45,6 +51,8 @@ bench: $(READY) ## print every figure of the README and draw step times (out/ben
 	$(BIN)/python tools/bench_step.py --json out/bench.json --png out/bench.png --seconds 3 --minutes 4 $(ARGS)
 
 check: lint types imports test test-dist ## what CI runs: lint, types, import rules, tests
+	$(MAKE) test-npu ARGS="-m npu"
+	$(MAKE) test-browser
 
 lint: $(READY) ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ def check_backend(
                 "torch.optim.Muon's own kernels, and a GE graph has GE's. Take 'inductor' or 'aot_eager' for it."
             )
         torchair.check_torchair(sorted(set(devices)), groups)
-        torchair.compiler_config(torchair.load_torchair(), config.torchair_options)
+        torchair.check_options(config.torchair_options)
     elif config.torchair_options:
         raise ValueError(f"torchair_options: expected none beside backend={backend!r}, got {config.torchair_options}.")
 

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 
 from muon_compile.lower.compiled import CompiledGraph, CompileError
 from muon_compile.lower.functional import functionalize
+from muon_compile.lower.torchair_options import ONCE, VERSIONS, compiler_config
 from muon_compile.lower.trace import TracedStep
 from muon_compile.npu import stand_in
 from muon_compile.npu.graph import GeGraph, parse
@@ -32,15 +33,6 @@ from muon_compile.spec import CollectiveSpec
 
 _LOG = logging.getLogger("muon_compile")
 
-# Laid under the user's options. StableRDFS keeps the order of independent nodes, collectives among them, as traced;
-# graphs captured by npugraph_ex keep it anyway, and know no such option.
-_DEFAULTS: Mapping[str, Any] = {"experimental_config.keep_inference_input_mutations": True}
-# The optimization of views goes by a tensor's strides, which GE has not: of ``(x.mT * 2).mT.reshape(-1)`` it drops a
-# transposition that GE needs, and gives wrong numbers without a word (seen with the wheels of torch_npu 2.12 and 2.13).
-_GE_DEFAULTS: Mapping[str, Any] = {
-    "experimental_config.topology_sorting_strategy": "StableRDFS",
-    "experimental_config.enable_view_optimize": False,
-}
 # The functional collectives' names by GE's.
 _KINDS: Mapping[str, str] = {
     "HcomAllGather": "all_gather_into_tensor",
@@ -50,38 +42,6 @@ _KINDS: Mapping[str, str] = {
     "HcomAllToAll": "all_to_all_single",
     "HcomAllToAllV": "all_to_all_single",
 }
-
-# Options that would take a promise away, and why.
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "experimental_config.keep_inference_input_mutations": (
-        (True,),
-        "the step writes parameters and state in the graph; copied behind it they would be written once more",
-    ),
-    "experimental_config.topology_sorting_strategy": (
-        ("StableRDFS",),
-        "other orders may differ from rank to rank, and ranks that start collectives in another order wait for ever",
-    ),
-    "experimental_config.enable_view_optimize": (
-        (False,),
-        "where a transposed tensor is reshaped it gives wrong numbers without a word",
-    ),
-    "experimental_config.aot_config_enable_joint_graph": ((False,), "a step has no backward"),
-    "debug.run_eagerly": ((False,), "it runs the graph operator by operator; backend='aot_eager' says so"),
-    "debug.data_dump.type": ((None,), "it runs the graph operator by operator instead of compiling it"),
-    "debug.fx_summary.type": ((None,), "it skips compiling; step.dump() writes a table of operators"),
-}
-# GE is initialized once in a process, with these.
-_ONCE = (
-    "ge_config.enable_single_stream",
-    "ge_config.oo_level",
-    "ge_config.oo_constant_folding",
-    "ge_config.oo_dead_code_elimination",
-    "ge_config.export_compile_stat",
-    "ge_config.aicore_num",
-    "ge_config.optimization_switch",
-    "experimental_config.cc_parallel_enable",
-)
-_VERSIONS = "torch_npu 2.10 to 2.14, of the same release as torch, and the CANN that its release notes name"
 
 
 def check_torchair(devices: Sequence[str], groups: Sequence[ProcessGroup]) -> None:
@@ -132,7 +92,7 @@ def load_torchair() -> ModuleType:
     missing = [package for module, package in needed.items() if not _found(module)]
     if missing:
         raise CompileError(
-            f"backend='torchair' needs {_VERSIONS}; and protobuf (3.13 or newer) and packaging, which torch_npu does "
+            f"backend='torchair' needs {VERSIONS}; and protobuf (3.13 or newer) and packaging, which torch_npu does "
             f"not install by itself. Missing here: {', '.join(missing)} (torch is {torch.__version__}). On an NPU "
             f"host: pip install {' '.join(missing)}, and source CANN's set_env.sh before Python starts. Without an "
             "NPU take backend='inductor' or 'aot_eager'."
@@ -143,13 +103,22 @@ def load_torchair() -> ModuleType:
         import torchair
     except Exception as error:
         raise CompileError(
-            f"backend='torchair' needs {_VERSIONS}. Importing {'torchair' if alone else 'torch_npu and torchair'} "
+            f"backend='torchair' needs {VERSIONS}. Importing {'torchair' if alone else 'torch_npu and torchair'} "
             f"failed here (torch {torch.__version__}): {type(error).__name__}: {error}\nWhere a library such as "
             "libascendcl.so or libhccl.so is not found, CANN is not installed or its set_env.sh was not sourced before "
             "Python started."
         ) from error
     module: ModuleType = torchair
     return module
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of ``torchair.CompilerConfig`` that do not exist or do not fit.
+
+    Raises:
+        CompileError: Says which, and why.
+    """
+    compiler_config(load_torchair().CompilerConfig(), options)
 
 
 def _found(module: str) -> bool:
@@ -175,7 +144,7 @@ def compile_torchair(
             graph breaks a promise.
     """
     torchair = load_torchair()
-    config = compiler_config(torchair, options)
+    config = compiler_config(torchair.CompilerConfig(), options)
     mode = config.mode.value
     try:
         runner = _lower(torchair, traced, config)
@@ -197,42 +166,6 @@ def compile_torchair(
     return CompiledGraph(
         run=run, code=code, backend="torchair", cached=False, fixed_addresses=frozen, any_addresses=not frozen
     )
-
-
-def compiler_config(torchair: ModuleType, options: Mapping[str, Any]) -> Any:
-    """``torchair.CompilerConfig`` of this library's options and the user's.
-
-    Raises:
-        CompileError: No such option, no such value, or one that would take a promise away; says why.
-    """
-    config = torchair.CompilerConfig()
-    mode = options.get("mode", "max-autotune")
-    merged = {"mode": mode, **_DEFAULTS, **(_GE_DEFAULTS if mode == "max-autotune" else {}), **options}
-    for name, value in merged.items():
-        allowed, reason = _REFUSED.get(name, ((), ""))
-        if allowed and value not in allowed:
-            raise CompileError(
-                f"torchair_options: {name}: expected {' or '.join(map(repr, allowed))}, got {value!r}: {reason}."
-            )
-        _set_option(config, name, value)
-    return config
-
-
-def _set_option(config: Any, name: str, value: object) -> None:
-    *path, last = name.split(".")
-    at, known = config, "CompilerConfig"
-    for part in [*path, last]:
-        names = sorted(key for key in vars(at) if not key.startswith("_")) + (["path"] if part == "path" else [])
-        if part not in names:
-            raise CompileError(f"torchair_options: {name}: {known} has no option {part!r}; it has {', '.join(names)}.")
-        if part is not last:
-            at, known = getattr(at, part), f"{known}.{part}"
-    if not hasattr(at, last):
-        raise CompileError(f"torchair_options: {name}: {known} has no option {last!r}.")
-    try:
-        setattr(at, last, value)
-    except Exception as error:
-        raise CompileError(f"torchair_options: {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _lower(torchair: ModuleType, traced: TracedStep, config: Any) -> Any:
@@ -360,7 +293,7 @@ def _failure(error: Exception) -> str:
     where = re.search(r"While executing (%\S+ : .*|%\S+ = .*)", text)
     if "twice initialtion" in text or "subset of _GLOBAL_COMPILE_OPTION" in text:
         return (
-            f"torchair_options: {', '.join(_ONCE)} hold for the whole process, since GE is initialized once in it, and "
+            f"torchair_options: {', '.join(ONCE)} hold for the whole process, since GE is initialized once in it, and "
             "an earlier graph was compiled with others. Give every step of the process the same. TorchAir says: "
             f"{first}"
         )

@@ -23,7 +23,7 @@ def optimizer() -> mc.Muon:
 
 
 def test_without_torch_npu_one_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CompileError, match=r"torch_npu 2\.10 to 2\.14.*Missing here: torch_npu .*backend='inductor'"):
+    with pytest.raises(CompileError, match=r"torch_npu 2\.11 to 2\.14.*Missing here: torch_npu .*backend='inductor'"):
         mc.compile_step(optimizer(), backend="torchair")
     monkeypatch.setattr(torchair, "_found", lambda module: False)
     with pytest.raises(CompileError, match="Missing here: protobuf, packaging, torch_npu"):

@@ -1,0 +1,247 @@
+"""What lower_npu counts in a GE graph, and its tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from muon_compile.lower.trace import InputSpec
+from muon_compile.npu.graph import Collective, GeGraph
+from muon_compile.npu.ops import Op
+from muon_compile.plan.plan import Plan
+
+SILENT = ("Data", "RefData", "Const", "NetOutput")  # what GeGraph.counts leaves out
+SHARED, UNUSED = "shared", "unused"
+LISTS = ("Pack", "Unpack")
+
+
+def ge_report(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dict[str, Any]:
+    """Counts of a lowered graph.
+
+    Args:
+        graph: The graph.
+        concrete: TorchAir's own, which knows its inputs and what is written to them.
+        plan: The plan, as the rank runs it.
+        spec: Order of the step's inputs.
+    """
+    counts, types = graph.counts(), {op.name: op.type for op in graph.ops if op.type not in SILENT}
+    order = list(TopologicalSorter({op.name: before(op) for op in graph.ops}).static_order())
+    bucket_of = owners(graph, order, written(graph, concrete, plan, spec))
+    total = sum(counts.values())
+    return {
+        "ge": {
+            "operators": total,
+            "per_parameter": round((total - sum(counts.get(name, 0) for name in LISTS)) / len(plan.specs), 2),
+            "without_work": sum(graph.is_view(op) for op in graph.ops),
+            "inputs": len(graph.inputs),
+            "outputs": len(graph.outputs),
+            "constants": sum(op.type == "Const" for op in graph.ops),
+            "by_type": counts,
+        },
+        "buckets": by_bucket(types, bucket_of, plan),
+        "collectives": by_collective(graph, order, types, bucket_of, plan),
+        "by_traced_operator": by_traced_operator(graph, concrete, order, types),
+    }
+
+
+def before(op: Op) -> set[str]:
+    """Operators that one has to wait for."""
+    return {*op.controls, *(edge.op for edge in op.inputs if edge is not None)}
+
+
+def written(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dict[str, set[str]]:
+    """Names of the buckets whose parameters or state an operator's result becomes, by operator."""
+    names = [""] * spec.num_params
+    for bucket in plan.buckets:
+        for index in bucket.params:
+            names[index] = bucket.name
+    names += [plan.buckets[index].name for index, _ in spec.state]
+    inputs = [info.func.fx_input_idx for info in concrete._input_info_list]
+    found: dict[str, set[str]] = {}
+    for output, given in concrete._graph_output_ref_input.items():
+        if inputs[given] < len(names):  # what is behind them is the ranks' agreement, of no bucket
+            found.setdefault(graph.outputs[output].op, set()).add(names[inputs[given]])
+    return found
+
+
+def owners(graph: GeGraph, order: Sequence[str], results: Mapping[str, set[str]]) -> dict[str, str]:
+    """By operator the one bucket that its result goes into; SHARED: several, or outputs of none; UNUSED: nothing."""
+    into: dict[str, frozenset[str]] = {}
+    used: set[str] = {edge.op for edge in graph.outputs}
+    for name in reversed(order):
+        into[name] = into.get(name, frozenset()) | frozenset(results.get(name, ()))
+        if graph.op(name).type == "NetOutput":
+            continue
+        for edge in graph.op(name).inputs:
+            if edge is not None:
+                into[edge.op] = into.get(edge.op, frozenset()) | into[name]
+                used |= {edge.op} if name in used else set()
+    return {
+        name: UNUSED if name not in used else next(iter(buckets)) if len(buckets) == 1 else SHARED
+        for name, buckets in into.items()
+    }
+
+
+def by_bucket(types: Mapping[str, str], bucket_of: Mapping[str, str], plan: Plan) -> list[dict[str, Any]]:
+    """Operators of every bucket, then those of several, then those whose results nobody reads."""
+    counts = {bucket.name: Counter[str]() for bucket in plan.buckets}
+    for name, kind in types.items():
+        counts.setdefault(bucket_of[name], Counter())[kind] += 1
+    sizes = {bucket.name: bucket.size for bucket in plan.buckets}
+    return [
+        {"name": name, "parameters": sizes.get(name), "operators": count.total(), "by_type": dict(count.most_common())}
+        for name, count in counts.items()
+    ]
+
+
+def by_collective(
+    graph: GeGraph, order: Sequence[str], types: Mapping[str, str], bucket_of: Mapping[str, str], plan: Plan
+) -> list[dict[str, Any]]:
+    """The collectives in order: what each moves, and how many operators it waits for, wait for it, or do neither."""
+    found = graph.collectives()
+    promised = [spec for spec in plan.collectives if spec.bytes_per_rank or spec.kind == "all_to_all_single"]
+    axes = [spec.axis for spec in promised] if len(promised) == len(found) else ["?"] * len(found)
+    kinds = [spec.kind for spec in promised] if len(promised) == len(found) else ["?"] * len(found)
+    ahead, behind = reached(graph, order, [one.name for one in found], types)
+    rows = []
+    for one, kind, axis in zip(found, kinds, axes, strict=True):
+        waits_for, waiting = ahead[one.name], behind[one.name]
+        rows.append(
+            {
+                "kind": kind,
+                "operator": one.kind,
+                "axis": axis,
+                "elements": elements(one),
+                "dtype": one.dtype,
+                "bucket": bucket_of[one.name],
+                "before": waits_for,
+                "after": waiting,
+                "beside": len(types) - 1 - waits_for - waiting,
+            }
+            | ({} if one.root is None else {"root": one.root})
+        )
+    return rows
+
+
+def elements(one: Collective) -> int | None:
+    """Elements that this rank gives: of an all-to-all what it is told to send, for its tensor may be longer."""
+    return one.elements if one.send_counts is None else sum(one.send_counts)
+
+
+def reached(
+    graph: GeGraph, order: Sequence[str], marks: Sequence[str], types: Mapping[str, str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """For each marked operator, how many others it has to wait for, and how many have to wait for it."""
+    bit = {name: 1 << index for index, name in enumerate(marks)}
+    counts = []
+    after: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for name in before(op):
+            after.setdefault(name, []).append(op.name)
+    # Marks behind each operator, going back; then those ahead of it, going on.
+    for names, following in ((reversed(order), after), (order, {op.name: before(op) for op in graph.ops})):
+        seen: dict[str, int] = {}
+        for name in names:
+            seen[name] = 0
+            for other in following.get(name, ()):
+                seen[name] |= seen[other] | bit.get(other, 0)
+        counts.append({mark: sum(bool(seen[name] & bit[mark]) for name in types) for mark in marks})
+    return counts[0], counts[1]
+
+
+def by_traced_operator(
+    graph: GeGraph, concrete: Any, order: Sequence[str], types: Mapping[str, str]
+) -> dict[str, dict[str, int]]:
+    """Operators by that of the functional graph that they were made of.
+
+    TorchAir notes it on the operator that gives a node's result (``_fx_tensor_name``, in torch_npu 2.10 to 2.14); those
+    without a note are steps towards the one that reads them.
+    """
+    of: dict[str, str] = {}
+    for proto in concrete.graph.op:
+        notes = [
+            desc.attr["_fx_tensor_name"].s.decode() for desc in proto.output_desc if "_fx_tensor_name" in desc.attr
+        ]
+        if notes:  # such as add_3-aten.add.Tensor.OUTPUT.0
+            of[proto.name] = notes[0].partition("-")[2].rpartition(".OUTPUT.")[0]
+    readers: dict[str, set[str]] = {}
+    for name in reversed(order):
+        if name not in of:
+            found = readers.get(name, set())
+            of[name] = next(iter(found)) if len(found) == 1 else "several" if found else "none"
+        for edge in graph.op(name).inputs:
+            if edge is not None:
+                readers.setdefault(edge.op, set()).add(of[name])
+    counts: dict[str, Counter[str]] = {}
+    for name, kind in types.items():
+        counts.setdefault(of[name], Counter())[kind] += 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1].total())
+    return {name: dict(count.most_common()) for name, count in ordered}
+
+
+def print_report(summary: Mapping[str, Any], folder: Path) -> None:
+    """A summary for people."""
+    console = Console(width=120, highlight=False, soft_wrap=True)
+    axes = "x".join(str(size) for size in summary["mesh"].values()) or "1"
+    console.print(
+        f"{summary['model']}: {summary['parameters']} parameters, mesh {axes}, rank {summary['rank']}, "
+        f"{summary['kind']} gradients, {summary['waves']} wave(s)"
+    )
+    if "ge" in summary:
+        _print_graph(console, summary)
+    else:
+        calls = summary["traced_operators"]
+        console.print(f"{sum(calls.values())} operators of the functional graph:")
+        console.print(_in_words(calls))
+        rows = ((row["kind"], row["axis"], f"{row['bytes']:,}") for row in summary["collectives"])
+        console.print(_table("collectives, in order", ("kind", "axis", "bytes"), rows))
+        if not summary["faults"]:
+            console.print("TorchAir has a converter for each of them.")
+    for fault in summary["faults"]:
+        console.print(f"fault: {fault}")
+    console.print("files: " + ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_file()))
+
+
+def _print_graph(console: Console, summary: Mapping[str, Any]) -> None:
+    ge = summary["ge"]
+    console.print(
+        f"{ge['operators']} GE operators ({ge['without_work']} of them may be views, without work), "
+        f"{ge['per_parameter']} per parameter outside {' and '.join(LISTS)}; {ge['inputs']} inputs, "
+        f"{ge['outputs']} outputs, {ge['constants']} constants"
+    )
+    console.print(_in_words(ge["by_type"]))
+    rows = (
+        (row["name"], row["parameters"] or "", row["operators"], _in_words(row["by_type"], 5))
+        for row in summary["buckets"]
+    )
+    console.print(_table("operators by bucket", ("bucket", "B", "operators", "most of them"), rows))
+    if not summary["collectives"]:
+        console.print("collectives: none")
+        return
+    names = ("kind", "axis", "elements", "dtype", "bucket", "before", "after", "beside")
+    cells = ([row[name] for name in names] for row in summary["collectives"])
+    title = "collectives in order, and the operators each waits for, that wait for it, and that do neither"
+    console.print(_table(title, names, cells))
+
+
+def _in_words(counts: Mapping[str, int], most: int | None = None) -> str:
+    items = list(counts.items())
+    shown = ", ".join(f"{name} {count}" for name, count in items[:most])
+    return shown + (", ..." if most is not None and len(items) > most else "")
+
+
+def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        numbers = name in ("B", "operators", "elements", "bytes", "before", "after", "beside")
+        table.add_column(name, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else "?" if cell is None else str(cell) for cell in row))
+    return table
