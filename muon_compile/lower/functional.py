@@ -77,10 +77,13 @@ def _simplify(graph: GraphModule) -> None:
             same = node.args[0]
         elif node.target is aten.copy.default and _type(node.args[0]) == _type(node.args[1]):
             same = node.args[1]
-        elif node.op == "call_function" and _is_scalar_arithmetic(node):
+        elif _is_scalar_arithmetic(node):
             same = seen.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
+            graph.graph.erase_node(node)
+    for node in reversed(graph.graph.nodes):  # what such a copy would have overwritten
+        if not node.users and _is_pure(node):
             graph.graph.erase_node(node)
     graph.recompile()
 
@@ -90,9 +93,15 @@ def _type(node: Node) -> tuple[object, ...]:
     return value.shape, value.dtype, value.device
 
 
-def _is_scalar_arithmetic(node: Node) -> bool:
-    value, target = node.meta.get("val"), node.target
-    if not isinstance(value, Tensor) or value.dim() or not isinstance(target, torch._ops.OpOverload):
+def _is_pure(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    flat = all(not isinstance(argument, (list, dict)) for argument in node.args)
-    return flat and target.namespace == "aten" and not target._schema.is_mutable
+    return target.namespace == "aten" and not target._schema.is_mutable
+
+
+def _is_scalar_arithmetic(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim():
+        return False
+    return _is_pure(node) and not any(isinstance(argument, (list, dict)) for argument in node.args)

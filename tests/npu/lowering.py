@@ -40,6 +40,7 @@ def cases(version: str) -> dict[str, dict[str, Any]]:
         for form, dtype in (("standard", "bfloat16"), ("gram", "float32")) if newest else (("standard", "bfloat16"),):
             name = f"four {strategy} {form} {dtype}"
             found[name] = {"mesh": "four", "strategy": strategy, "form": form, "dtype": dtype}
+    found["one local waves"] = {"max_temp_bytes": 700}
     found["hsdp auto"] = {"mesh": "hsdp", "dtype": "bfloat16", "adamw": adamw, "experts": True}
     return found
 

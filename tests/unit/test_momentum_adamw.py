@@ -134,6 +134,20 @@ def test_adamw_rows_with_step_counts_of_their_own(shape: tuple[int, ...], eps: f
         assert relative_error(new["exp_avg_sq"][row], moments[1]) <= FLOAT32
 
 
+def test_adamw_of_float32_hyperparameters_loses_no_digits() -> None:
+    """NPUs have no float64. Plainly computed, 1 - beta2 ** step would be off by 3e-5 in the second step."""
+    steps = [0, 1, 2, 9, 999, 10_000]
+    grad, first = gaussian(6, 40, seed=1), gaussian(6, 40, seed=2)
+    second = gaussian(6, 40, seed=3).square()
+    state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor(steps, dtype=torch.float32)}
+    narrow = {name: torch.tensor(value) for name, value in (("lr", 0.3), ("beta1", 0.9), ("beta2", 0.999))}
+    # The same coefficients, in float64 from there on.
+    _, expected = adamw_update(grad, state, {n: value.double() for n, value in narrow.items()}, mc.AdamWConfig())
+    _, update = adamw_update(grad, state, narrow, mc.AdamWConfig())
+    for row in range(len(steps)):
+        assert relative_error(update[row], expected[row]) <= 1e-6
+
+
 def test_adamw_rows_with_hyperparameters_of_their_own() -> None:
     grad, first, second = gaussian(2, 5, seed=1), gaussian(2, 5, seed=2), gaussian(2, 5, seed=3).square()
     rows = [{"lr": 0.3, "beta1": 0.9, "beta2": 0.999}, {"lr": 0.1, "beta1": 0.5, "beta2": 0.9}]
