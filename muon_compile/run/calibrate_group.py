@@ -52,12 +52,20 @@ def calibrate_group(group: ProcessGroup | None = None) -> Hardware:
     here = sum(other[0] == host for other in hosts)
     shared = _slowed(alone, min(1.0, cores / (here * threads)))
     small, large = (_gather_seconds(torch.zeros(count), size, ranks) for count in (_SMALL, _LARGE))
-    latency = max(small / (size - 1), 1e-9)
-    rate = 4 * _LARGE / max(large / (size - 1) - latency, 1e-9)
+    latency, rate = latency_and_rate(small, large, size)
     level = Level(name="group", latency_seconds=latency, bytes_per_second=rate, plane=dist.get_backend(ranks))
     network = Network(levels=(level,), planes=(Plane(name=level.plane),), shares_connections=level.plane == "gloo")
     measured: Hardware = from_first_rank(replace(shared, network=network), [ranks])
     return measured
+
+
+def latency_and_rate(small: float, large: float, size: int) -> tuple[float, float]:
+    """Seconds of a message without content, and bytes per second of its content, of two gathers' seconds.
+
+    On a busy machine the small gather may take as long as the large one; no more than half of that counts as latency.
+    """
+    latency = max(min(small, large / 2) / (size - 1), 1e-9)
+    return latency, 4 * _LARGE / max(large / (size - 1) - latency, 1e-9)
 
 
 def _cores() -> int:

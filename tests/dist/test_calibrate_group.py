@@ -11,7 +11,7 @@ import torch
 
 import muon_compile as mc
 from muon_compile.plan.hardware import PRESETS, Hardware
-from muon_compile.run.calibrate_group import calibrate_group
+from muon_compile.run.calibrate_group import calibrate_group, latency_and_rate
 from tests.dist.models import Job, give, optimizer_of, sharded_model
 from tests.dist.ranks import Ranks
 
@@ -76,3 +76,12 @@ def test_hardware_by_name() -> None:
     assert step.plan.batches
     with pytest.raises(TypeError, match=r"hardware: expected a Hardware, 'auto' or one of 'cpu-2core'.*got 'h300'"):
         mc.compile_step(mc.Muon([param], backend="aot_eager"), backend="aot_eager", hardware="h300")
+
+
+def test_a_busy_machine_gives_no_figure_out_of_this_world() -> None:
+    latency, rate = latency_and_rate(small=4e-3, large=4.1e-3, size=2)  # most of either gather was waiting
+    assert latency == pytest.approx(2.05e-3)
+    assert rate < 1e10
+    latency, rate = latency_and_rate(small=1e-4, large=1e-2, size=2)
+    assert latency == pytest.approx(1e-4)
+    assert rate == pytest.approx(4 * 2**19 / 9.9e-3)
