@@ -40,7 +40,7 @@ test-dist: $(READY) ## run the tests of several ranks, on gloo
 	$(BIN)/python -m pytest tests -m "dist and not npu" $(ARGS)
 
 test-npu: $(READY) ## lower the step for Ascend NPUs and run it by the reference interpreter; fetches a wheel's Python once
-	$(BIN)/python -m pytest tests/npu $(ARGS)
+	$(BIN)/python -m pytest tests/npu -n 2 --dist loadfile $(ARGS)
 
 test-browser: $(READY) ## open reports in Chromium (tools/install_chromium.sh)
 	$(BIN)/python -m pytest tests/browser $(ARGS)

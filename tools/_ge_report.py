@@ -16,9 +16,10 @@ from muon_compile.lower.trace import InputSpec
 from muon_compile.npu.graph import Collective, GeGraph
 from muon_compile.npu.ops import Op
 from muon_compile.plan.plan import Plan
+from muon_compile.spec import CollectiveSpec
 
 SILENT = ("Data", "RefData", "Const", "NetOutput")  # what GeGraph.counts leaves out
-SHARED, UNUSED = "shared", "unused"
+SHARED, NONE, UNUSED = "shared", "none", "unused"
 LISTS = ("Pack", "Unpack")
 
 
@@ -33,7 +34,7 @@ def ge_report(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dic
     """
     counts, types = graph.counts(), {op.name: op.type for op in graph.ops if op.type not in SILENT}
     order = list(TopologicalSorter({op.name: before(op) for op in graph.ops}).static_order())
-    bucket_of = owners(graph, order, written(graph, concrete, plan, spec))
+    bucket_of = owners(graph, order, bucket_ends(graph, concrete, plan, spec))
     total = sum(counts.values())
     return {
         "ge": {
@@ -41,12 +42,14 @@ def ge_report(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dic
             "per_parameter": round((total - sum(counts.get(name, 0) for name in LISTS)) / len(plan.specs), 2),
             "without_work": sum(graph.is_view(op) for op in graph.ops),
             "inputs": len(graph.inputs),
+            "inputs_on": sorted({info.device_type for info in concrete._input_info_list}),
             "outputs": len(graph.outputs),
             "constants": sum(op.type == "Const" for op in graph.ops),
             "by_type": counts,
         },
         "buckets": by_bucket(types, bucket_of, plan),
         "collectives": by_collective(graph, order, types, bucket_of, plan),
+        "left_out": [{"kind": c.kind, "axis": c.axis} for c in plan.collectives if gives_nothing(c)],
         "by_traced_operator": by_traced_operator(graph, concrete, order, types),
     }
 
@@ -56,37 +59,55 @@ def before(op: Op) -> set[str]:
     return {*op.controls, *(edge.op for edge in op.inputs if edge is not None)}
 
 
-def written(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dict[str, set[str]]:
-    """Names of the buckets whose parameters or state an operator's result becomes, by operator."""
-    names = [""] * spec.num_params
-    for bucket in plan.buckets:
-        for index in bucket.params:
-            names[index] = bucket.name
-    names += [plan.buckets[index].name for index, _ in spec.state]
-    inputs = [info.func.fx_input_idx for info in concrete._input_info_list]
-    found: dict[str, set[str]] = {}
-    for output, given in concrete._graph_output_ref_input.items():
-        if inputs[given] < len(names):  # what is behind them is the ranks' agreement, of no bucket
-            found.setdefault(graph.outputs[output].op, set()).add(names[inputs[given]])
-    return found
+def owners(
+    graph: GeGraph, order: Sequence[str], ends: tuple[Mapping[str, set[str]], Mapping[str, set[str]]]
+) -> dict[str, str]:
+    """By operator the one bucket that its result goes into, or where it goes into none that it comes from.
 
+    SHARED: there are several. NONE: there is none; on a rank that neither sends nor receives, a collective is of none.
+    UNUSED: the graph does not wait for it.
 
-def owners(graph: GeGraph, order: Sequence[str], results: Mapping[str, set[str]]) -> dict[str, str]:
-    """By operator the one bucket that its result goes into; SHARED: several, or outputs of none; UNUSED: nothing."""
+    Args:
+        graph: The graph.
+        order: Names of its operators, each behind those that it waits for.
+        ends: Names of buckets by operator: whose parameters and state its result becomes; whose it gives.
+    """
     into: dict[str, frozenset[str]] = {}
-    used: set[str] = {edge.op for edge in graph.outputs}
+    come: dict[str, frozenset[str]] = {}
+    used = {op.name for op in graph.ops if op.type == "NetOutput"}
     for name in reversed(order):
-        into[name] = into.get(name, frozenset()) | frozenset(results.get(name, ()))
-        if graph.op(name).type == "NetOutput":
-            continue
-        for edge in graph.op(name).inputs:
+        op = graph.op(name)
+        used |= before(op) if name in used else set()
+        into[name] = into.get(name, frozenset()) | ends[0].get(name, set())
+        for edge in () if op.type == "NetOutput" else op.inputs:
             if edge is not None:
                 into[edge.op] = into.get(edge.op, frozenset()) | into[name]
-                used |= {edge.op} if name in used else set()
-    return {
-        name: UNUSED if name not in used else next(iter(buckets)) if len(buckets) == 1 else SHARED
-        for name, buckets in into.items()
-    }
+    for name in order:
+        read = [come[edge.op] for edge in graph.op(name).inputs if edge is not None]
+        come[name] = frozenset(ends[1].get(name, ())).union(*read)
+    return {name: _owner(name in used, into[name] or come[name]) for name in order}
+
+
+def _owner(used: bool, buckets: frozenset[str]) -> str:
+    if not used or not buckets:
+        return NONE if used else UNUSED
+    return next(iter(buckets)) if len(buckets) == 1 else SHARED
+
+
+def bucket_ends(
+    graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec
+) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Names of the buckets whose parameters or state an operator's result becomes, and whose inputs it is."""
+    names = {f"param_{i}": bucket.name for bucket in plan.buckets for i in bucket.params}
+    names |= {f"grad_{i}": bucket.name for bucket in plan.buckets for i in bucket.params}
+    names |= {f"{plan.buckets[i].name}_{state}": plan.buckets[i].name for i, state in spec.state}
+    given = [names.get(spec.names[info.func.fx_input_idx]) for info in concrete._input_info_list]
+    results: dict[str, set[str]] = {}
+    for output, index in concrete._graph_output_ref_input.items():
+        bucket = given[index]
+        if bucket is not None:  # else it is the ranks' agreement
+            results.setdefault(graph.outputs[output].op, set()).add(bucket)
+    return results, {one.name: {bucket} for one in graph.inputs if (bucket := given[one.index]) is not None}
 
 
 def by_bucket(types: Mapping[str, str], bucket_of: Mapping[str, str], plan: Plan) -> list[dict[str, Any]]:
@@ -106,12 +127,11 @@ def by_collective(
 ) -> list[dict[str, Any]]:
     """The collectives in order: what each moves, and how many operators it waits for, wait for it, or do neither."""
     found = graph.collectives()
-    promised = [spec for spec in plan.collectives if spec.bytes_per_rank or spec.kind == "all_to_all_single"]
-    axes = [spec.axis for spec in promised] if len(promised) == len(found) else ["?"] * len(found)
-    kinds = [spec.kind for spec in promised] if len(promised) == len(found) else ["?"] * len(found)
+    promised = [(spec.kind, spec.axis) for spec in plan.collectives if not gives_nothing(spec)]
+    promised = promised if len(promised) == len(found) else [("?", "?")] * len(found)
     ahead, behind = reached(graph, order, [one.name for one in found], types)
     rows = []
-    for one, kind, axis in zip(found, kinds, axes, strict=True):
+    for one, (kind, axis) in zip(found, promised, strict=True):
         waits_for, waiting = ahead[one.name], behind[one.name]
         rows.append(
             {
@@ -128,6 +148,11 @@ def by_collective(
             | ({} if one.root is None else {"root": one.root})
         )
     return rows
+
+
+def gives_nothing(spec: CollectiveSpec) -> bool:
+    """Whether a promised collective moves nothing on any rank: TorchAir leaves such a one out."""
+    return not spec.bytes_per_rank and spec.kind != "all_to_all_single"
 
 
 def elements(one: Collective) -> int | None:
@@ -186,8 +211,8 @@ def by_traced_operator(
     return {name: dict(count.most_common()) for name, count in ordered}
 
 
-def print_report(summary: Mapping[str, Any], folder: Path) -> None:
-    """A summary for people."""
+def print_report(summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """A summary for people, and which of the files there are."""
     console = Console(width=120, highlight=False, soft_wrap=True)
     axes = "x".join(str(size) for size in summary["mesh"].values()) or "1"
     console.print(
@@ -202,18 +227,18 @@ def print_report(summary: Mapping[str, Any], folder: Path) -> None:
         console.print(_in_words(calls))
         rows = ((row["kind"], row["axis"], f"{row['bytes']:,}") for row in summary["collectives"])
         console.print(_table("collectives, in order", ("kind", "axis", "bytes"), rows))
-        if not summary["faults"]:
+        if True:
             console.print("TorchAir has a converter for each of them.")
     for fault in summary["faults"]:
         console.print(f"fault: {fault}")
-    console.print("files: " + ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_file()))
+    console.print("files: " + ", ".join(str(path) for path in files if path.is_file()))
 
 
 def _print_graph(console: Console, summary: Mapping[str, Any]) -> None:
     ge = summary["ge"]
     console.print(
         f"{ge['operators']} GE operators ({ge['without_work']} of them may be views, without work), "
-        f"{ge['per_parameter']} per parameter outside {' and '.join(LISTS)}; {ge['inputs']} inputs, "
+        f"{ge['per_parameter']} per parameter outside {' and '.join(LISTS)}; {ge['inputs']} inputs on {' and '.join(ge['inputs_on'])}, "
         f"{ge['outputs']} outputs, {ge['constants']} constants"
     )
     console.print(_in_words(ge["by_type"]))
@@ -229,6 +254,8 @@ def _print_graph(console: Console, summary: Mapping[str, Any]) -> None:
     cells = ([row[name] for name in names] for row in summary["collectives"])
     title = "collectives in order, and the operators each waits for, that wait for it, and that do neither"
     console.print(_table(title, names, cells))
+    for row in summary["left_out"]:
+        console.print(f"{row['kind']} over {row['axis']} is left out, since it would move nothing on any rank")
 
 
 def _in_words(counts: Mapping[str, int], most: int | None = None) -> str:

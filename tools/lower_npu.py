@@ -10,9 +10,9 @@ TorchAir's own dumps (ge_graph.pbtxt, ge_graph.py), the table of GE's operators 
 --audit-only needs no download: it looks for operators that TorchAir has no converter for.
 
 An operator belongs to a bucket if its result goes into that bucket's parameters and state alone, and is shared if it
-goes into several. (TorchAir notes for some operators which node of the graph it was handed they are of, which is where
-the counts by traced operator come from; what bucket a node is of it cannot know.) What GE's own passes then make of the
-graph, and how fast it is, only a device can tell.
+goes into several; where it goes into none on this rank, the bucket that it comes from counts. (TorchAir notes which
+node of the graph that it was handed an operator gives, whence the counts by traced operator; a node knows no bucket.)
+What GE's own passes then make of the graph, and how fast it is, only a device can tell.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _ge_report import ge_report, print_report
 
 VERSION = "2.13.0"
+FILES = ("plan.txt", "graph.py", "ge_graph.pbtxt", "ge_graph.py", "ge_operators.txt", "summary.json")
 # What decides a plan that is made here, and is settled in one that is read; by option, with what it is if not given.
 PLANNING: Mapping[str, Any] = {"mesh": None, "strategy": "auto", "ns": "auto", "hardware": "ascend-910c"}
 
@@ -161,8 +162,14 @@ def run(args: argparse.Namespace, plan: Plan, seconds: dict[str, float]) -> dict
     return summary | found
 
 
-def write(folder: Path, texts: Mapping[str, str]) -> None:
+def clear(folder: Path) -> None:
+    """An empty place for the files: those of another run would pass for this one's."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
@@ -189,7 +196,7 @@ def audited(
         graph = functional_graph(traced)
     with phase("audit", seconds):
         found = [str(finding) for finding in audit(graph)]
-    calls = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    calls = Counter(str(node.target) for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
     return {
         "faults": found,
         "traced_operators": dict(calls.most_common()),
@@ -302,13 +309,14 @@ def main() -> int:
     """Returns 0, 1 where something cannot be lowered or the graph breaks a promise, 2 for bad arguments."""
     arguments = parser()
     args = arguments.parse_args()
-    # TorchAir asks torch which device a group's backend is for; of a fake one torch says that there are several.
-    warnings.filterwarnings("ignore", message="Multiple backends are registered")
+    # TorchAir asks torch for the device of a group in a way of old; of a fake group torch says that there are several.
+    for message in (".*_get_pg_default_device", "Multiple backends are registered"):
+        warnings.filterwarnings("ignore", message=message)
     seconds: dict[str, float] = {}
     try:
         with phase("plan", seconds):
             plan = wished_plan(args)
-        args.out.mkdir(parents=True, exist_ok=True)
+        clear(args.out)
     except (ValueError, NotImplementedError, ModuleNotFoundError, OSError) as error:
         arguments.error(str(error))
     try:
@@ -323,7 +331,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(summary, indent=1))
     else:
-        print_report(summary, args.out)
+        print_report(summary, [args.out / name for name in FILES])
     return 1 if summary["faults"] else 0
 
 
