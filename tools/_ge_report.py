@@ -227,7 +227,7 @@ def print_report(summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         console.print(_in_words(calls))
         rows = ((row["kind"], row["axis"], f"{row['bytes']:,}") for row in summary["collectives"])
         console.print(_table("collectives, in order", ("kind", "axis", "bytes"), rows))
-        if True:
+        if not summary["faults"]:
             console.print("TorchAir has a converter for each of them.")
     for fault in summary["faults"]:
         console.print(f"fault: {fault}")
@@ -237,10 +237,11 @@ def print_report(summary: Mapping[str, Any], files: Sequence[Path]) -> None:
 def _print_graph(console: Console, summary: Mapping[str, Any]) -> None:
     ge = summary["ge"]
     console.print(
-        f"{ge['operators']} GE operators ({ge['without_work']} of them may be views, without work), "
-        f"{ge['per_parameter']} per parameter outside {' and '.join(LISTS)}; {ge['inputs']} inputs on {' and '.join(ge['inputs_on'])}, "
-        f"{ge['outputs']} outputs, {ge['constants']} constants"
+        f"{ge['operators']} GE operators, of which {ge['without_work']} may be views, without work; "
+        f"{ge['per_parameter']} per parameter outside {' and '.join(LISTS)}"
     )
+    where = " and ".join(ge["inputs_on"])
+    console.print(f"{ge['inputs']} inputs on {where}, {ge['outputs']} outputs, {ge['constants']} constants")
     console.print(_in_words(ge["by_type"]))
     rows = (
         (row["name"], row["parameters"] or "", row["operators"], _in_words(row["by_type"], 5))
