@@ -85,7 +85,7 @@ def load_hardware(name: str) -> Hardware:
         raise ValueError(
             f"--hardware: expected one of {', '.join(PRESETS)}, auto, or a .toml or .json file, got {name!r}."
         )
-    text = _read(Path(name))
+    text = read_text(Path(name))
     try:
         return readers[Path(name).suffix](text)
     except ValueError as error:
@@ -98,14 +98,19 @@ def load_plan(path: Path) -> Plan:
     Raises:
         ValueError: No such file, no plan, or one of another version.
     """
-    text = _read(path)
+    text = read_text(path)
     try:
         return Plan.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ValueError: It cannot be read, or is no text.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -29,6 +29,7 @@ from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
 from muon_compile.run.inputs import buckets_by_device, input_spec
 from muon_compile.run.nodes import node_groups
+from muon_compile.run.progress import compiling
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
 from muon_compile.run.stats import StepStats
@@ -228,8 +229,11 @@ class Binding:
     def _compile(self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig, stats: StepStats) -> None:
         started = time.perf_counter()
         count, buckets = len(self.plan.specs), len(self.plan.buckets)
-        _LOG.info("compiling the step (%s gradients): %d parameters, %d buckets, %s", kind, count, buckets, backend)
-        traced, compiled = self._lower(kind, inputs, backend, config)
+        what = f"the step ({kind} gradients): {count} parameters, {buckets} buckets, {backend}"
+        _LOG.info("compiling %s", what)
+        with compiling(what) as done:
+            traced, compiled = self._lower(kind, inputs, backend, config)
+            done(compiled.cached)
         seconds = time.perf_counter() - started
         self.graphs[kind] = (traced, compiled)
         self.compiled_kinds.add(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,21 +15,35 @@ import torch
 
 import muon_compile as mc
 from muon_compile import cli
+from muon_compile.cli.arguments import EXAMPLES, EXIT_CODES
+from muon_compile.lower import inductor
 from muon_compile.plan.hardware import SIDES, Rates
 from muon_compile.run import calibrate as calibrate_module
 from muon_compile.run import calibrate_group as group_module
 from muon_compile.verification import verify as verify_module
-from tests.unit.commands import output
+from tests.unit.commands import output, refusal
 
 
-@pytest.mark.parametrize("command", ["plan", "plan diff", "simulate", "calibrate"])
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: python -m muon_compile {command} [-h]")
-    assert f"examples:\n  muon-compile {command} " in out and "--json" in out
+    assert f"examples:\n  muon-compile {command}" in out and EXIT_CODES in out
+    assert ("--json" in out) is (command != "completion")
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_the_command_has_help_of_all_commands_and_a_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "--version"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([flag])
+        assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"\n    {command}\s", out) for command in EXAMPLES) and EXIT_CODES in out
+    assert out.endswith(f"\nmuon-compile {mc.__version__}\n")
 
 
 def test_the_installed_command_goes_by_its_own_name(
@@ -73,15 +88,25 @@ def test_bad_arguments_exit_with_2_and_say_why(
     assert "usage: " in err and says in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_verify_on_one_rank(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("dtype", "flags"), [("float32", []), ("bfloat16", ["--json"])])
+def test_verify_on_one_rank(dtype: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "report.json"
-    assert cli.main(["verify", "--dtype", dtype, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "one process" in out and out.rstrip().endswith("ok")
-    assert max(map(len, out.splitlines())) <= 120
+    out = output(capsys, "verify", "--dtype", dtype, "--out", str(path), *flags)
+    if flags:
+        assert json.loads(out) == json.loads(path.read_text(encoding="utf-8"))
+    else:
+        assert "one process" in out and out.rstrip().endswith("ok")
+        assert max(map(len, out.splitlines())) <= 120
     data = json.loads(path.read_text(encoding="utf-8"))
     assert data["ok"] and {row["strategy"] for row in data["rows"]} == {"auto", "local"}
+
+
+def test_verify_says_what_a_backend_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_compiler() -> None:
+        raise mc.CompileError("no compiler; install one")
+
+    monkeypatch.setattr(inductor, "check_compiler", no_compiler)
+    assert "--backends: no compiler; install one" in refusal(capsys, "verify", "--backends", "inductor")
 
 
 def test_a_wrong_direction_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
