@@ -101,10 +101,16 @@ def install_stand_in() -> None:
     for message in (".*_get_pg_default_device", "Multiple backends are registered"):
         warnings.filterwarnings("ignore", message=message)
     rank, world = rank_and_world()
+    failure: list[str | None] = [None]
     if rank == 0:
-        torchair_sources(TORCH_NPU, progress=say)
+        try:
+            torchair_sources(TORCH_NPU, progress=say)
+        except FetchError as error:
+            failure = [str(error)]
     if world > 1:
-        dist.barrier()
+        dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise FetchError(failure[0])
     stand_in.install(torchair_sources(TORCH_NPU))
 
 
@@ -229,6 +235,9 @@ def run(device: torch.device, arguments: argparse.Namespace) -> None:
     say("\n== Statistics of the compiled step")
     for name, value in training.step.stats.as_dict().items():
         say(f"{name:<16}  {value}")
+    if world > 1:
+        # None leaves while another works. And gloo's threads let go of tensors in here: once Python ends, they abort.
+        dist.barrier()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -256,7 +265,8 @@ def main() -> int:
         try:
             run(device, arguments)
         except (mc.CompileError, FetchError) as error:
-            print(f"\nnpu_train: {error}", file=sys.stderr)
+            if rank_and_world()[0] == 0:
+                print(f"\nnpu_train: {error}", file=sys.stderr)
             return 1
     return 0
 

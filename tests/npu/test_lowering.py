@@ -14,7 +14,7 @@ import pytest
 from tests.npu.plans import SHARDED
 from tests.npu.sources import VERSIONS, sources
 
-pytestmark = [pytest.mark.npu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
     try:
         results = {}
         for version, worker in workers.items():
-            said, _ = worker.communicate(timeout=280)
+            said, _ = worker.communicate(timeout=840)
             assert worker.returncode == 0, f"{version}:\n{said[-5000:]}"
             results[version] = json.loads((out / version).read_text())["cases"]
         yield results

@@ -18,7 +18,7 @@ from tests.npu.plans import SHARDED, STEPS, WORLD
 from tests.npu.running import Run, alone, captured, shared
 from tests.npu.sources import sources
 
-pytestmark = [pytest.mark.npu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 VERSION = "2.13.0"
 # TorchAir transposes where eager passes strides, and products of transposed operands round otherwise; 5 steps.
 FLOAT32 = 1e-5
@@ -55,13 +55,13 @@ SHARED = {
 @functools.cache
 def _alone(folder: str) -> dict[str, Run]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(alone, folder, ALONE).result(timeout=280)
+        return pool.submit(alone, folder, ALONE).result(timeout=840)
 
 
 @functools.cache
 def _captured(folder: str) -> dict[str, Run]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(captured, folder, {name: ALONE[name] for name in CAPTURED}).result(timeout=280)
+        return pool.submit(captured, folder, {name: ALONE[name] for name in CAPTURED}).result(timeout=840)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_mode_that_records_kernels_up_to_the_recording(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_four_ranks(ranks: Ranks, name: str) -> None:
-    runs = [every[name] for every in ranks.run(shared, sources(VERSION), {name: SHARED[name]}, timeout=200)]
+    runs = [every[name] for every in ranks.run(shared, sources(VERSION), {name: SHARED[name]}, timeout=400)]
     sequences: dict[str, list[str]] = {}
     for run in runs:
         check(run, name)
@@ -118,7 +118,7 @@ def test_a_wrong_graph_is_noticed(ranks: Ranks) -> None:
     """The comparison can fail: a job is not equal to another's eager run."""
     name = "all_to_all standard float32"
     run = dataclasses.replace(
-        ranks.run(shared, sources(VERSION), {name: SHARED[name]}, timeout=200)[0][name], error=2e-5
+        ranks.run(shared, sources(VERSION), {name: SHARED[name]}, timeout=400)[0][name], error=2e-5
     )
     with pytest.raises(AssertionError, match="2.0e-05"):
         check(run, name)

@@ -227,7 +227,7 @@ def test_training_without_an_npu(started: Runs, name: str, world: int, steps: in
     assert float(lines[-1][1]) < float(lines[0][1]) < 6
     assert all(0 < float(difference) <= FROM_EAGER for _, _, difference in lines), lines
     statistics = dict(re.findall(r"^(\w+)  +(\S.*)$", said.partition("== Statistics")[2], re.MULTILINE))
-    assert [statistics[key] for key in ("graphs", "steps", "recompiles")] == ["1", "2", "0"]
+    assert [statistics[key] for key in ("graphs", "steps", "recompiles")] == ["1", str(steps), "0"]
     assert (int(statistics["collectives"]) > 1) == (world > 1)
     assert [path.name for path in out.rglob("ge_graph.pbtxt")] == ["ge_graph.pbtxt"]
 
