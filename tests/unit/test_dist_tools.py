@@ -75,7 +75,7 @@ def test_a_soak_of_20_steps(tmp_path: Path) -> None:
 
 def test_live_bytes_of_a_step_are_counted() -> None:
     known = torch.zeros(100)
-    with gather_memory.live_mode()([known]) as mode:
+    with gather_memory.live_mode()([known], 800) as mode:
         known.add_(1.0)
         assert mode.now == 0
         first = known + 1.0
@@ -86,6 +86,20 @@ def test_live_bytes_of_a_step_are_counted() -> None:
         assert mode.now == 400, "a view keeps its storage"
         del view
     assert (mode.now, mode.peak, mode.peak_gathered) == (0, 800, 0)
+
+
+def test_what_another_thread_lets_go_of_in_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = gather_memory.live_mode()([], 400)
+    held = [torch.zeros(100)]
+    mode._add(held[0], gathered=True)
+    monkeypatch.setattr(gather_memory, "wait_until", lambda holds: holds() or held.clear())
+    second = torch.zeros(100)
+    mode._add(second, gathered=True)
+    assert (mode.now_gathered, mode.peak_gathered) == (400, 400)
+    monkeypatch.setattr(gather_memory, "wait_until", lambda holds: None)
+    third = torch.zeros(100)
+    mode._add(third, gathered=True)
+    assert mode.peak_gathered == 800, "what nobody lets go of counts"
 
 
 def test_a_bound_is_kept_or_not() -> None:
