@@ -30,7 +30,7 @@ def ge_report(graph: GeGraph, concrete: Any, plan: Plan, spec: InputSpec) -> dic
         graph: The graph.
         concrete: TorchAir's own, which knows its inputs and what is written to them.
         plan: The plan, as the rank runs it.
-        spec: Order of the step's inputs.
+        spec: Order of the step's inputs, as ``cut_inputs`` left it.
     """
     counts, types = graph.counts(), {op.name: op.type for op in graph.ops if op.type not in SILENT}
     order = list(TopologicalSorter({op.name: before(op) for op in graph.ops}).static_order())
@@ -101,7 +101,9 @@ def bucket_ends(
     names = {f"param_{i}": bucket.name for bucket in plan.buckets for i in bucket.params}
     names |= {f"grad_{i}": bucket.name for bucket in plan.buckets for i in bucket.params}
     names |= {f"{plan.buckets[i].name}_{state}": plan.buckets[i].name for i, state in spec.state}
-    given = [names.get(spec.names[info.func.fx_input_idx]) for info in concrete._input_info_list]
+    # Of an input that waves take stretches of, "name[start:stop]".
+    inputs = [name.partition("[")[0] for name in spec.names]
+    given = [names.get(inputs[info.func.fx_input_idx]) for info in concrete._input_info_list]
     results: dict[str, set[str]] = {}
     for output, index in concrete._graph_output_ref_input.items():
         bucket = given[index]

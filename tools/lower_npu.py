@@ -38,6 +38,7 @@ from muon_compile.cli.arguments import mesh
 from muon_compile.cli.inputs import load_hardware, load_plan, load_what
 from muon_compile.lower import torchair as backend
 from muon_compile.lower.compiled import CompileError
+from muon_compile.lower.cut_inputs import cut_inputs
 from muon_compile.lower.functional import functional_graph
 from muon_compile.lower.torchair_options import compiler_config
 from muon_compile.lower.trace import TracedStep
@@ -193,7 +194,7 @@ def audited(
     with phase("trace", seconds):
         local, traced = trace(args, plan, {axis: axis for axis in members}, stack_traces=True)
     with phase("functionalize", seconds):
-        graph = functional_graph(traced)
+        graph = functional_graph(cut_inputs(traced)[0])
     with phase("audit", seconds):
         found = [str(finding) for finding in audit(graph)]
     calls = Counter(str(node.target) for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
@@ -228,6 +229,7 @@ def lowered(
         with phase("trace", seconds):
             local, traced = trace(args, plan, groups)
         with phase("lower", seconds):
+            traced, _ = cut_inputs(traced)
             try:
                 concrete = backend._lower(torchair, traced, config).runner
             except CompileError:

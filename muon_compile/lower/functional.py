@@ -67,8 +67,8 @@ def functional_graph(traced: TracedStep) -> GraphModule:
 def _simplify(graph: GraphModule) -> None:
     """Take out what mutations leave behind, and compute each scalar once: a compiler may make an operator of each.
 
-    These are aliases, copies of what has the shape and dtype already, and the hyperparameters' arithmetic, which every
-    bucket does anew.
+    These are aliases, slices of everything, copies of what has the shape and dtype already, and the hyperparameters'
+    arithmetic, which every bucket does anew.
     """
     aten, seen = torch.ops.aten, dict[tuple[object, ...], Node]()
     for node in list(graph.graph.nodes):
@@ -77,6 +77,8 @@ def _simplify(graph: GraphModule) -> None:
             same = node.args[0]
         elif node.target is aten.copy.default and _type(node.args[0]) == _type(node.args[1]):
             same = node.args[1]
+        elif node.target is aten.slice.Tensor and _type(node.args[0]) == _type(node):
+            same = node.args[0]
         elif _is_scalar_arithmetic(node):
             same = seen.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
         if same is not None and same is not node:

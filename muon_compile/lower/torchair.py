@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
 from muon_compile.lower.compiled import CompiledGraph, CompileError
+from muon_compile.lower.cut_inputs import Cut, cut_inputs
 from muon_compile.lower.functional import functionalize
 from muon_compile.lower.torchair_options import ONCE, VERSIONS, compiler_config
 from muon_compile.lower.trace import TracedStep
@@ -146,21 +147,22 @@ def compile_torchair(
     torchair = load_torchair()
     config = compiler_config(torchair.CompilerConfig(), options)
     mode = config.mode.value
+    traced, cut = cut_inputs(traced)
     try:
         runner = _lower(torchair, traced, config)
         if mode != "max-autotune":
-            return _captured(runner, traced, mode)
+            return _captured(runner, cut, mode)
         graph = _checked(runner.runner, traced, promised)
         code = _dumps(runner.runner) | {"ge_operators.txt": graph.table()}
         if not any(isinstance(x, FakeTensor) for x in inputs):
-            _compile_ahead(runner.runner, inputs)
+            _compile_ahead(runner.runner, cut(inputs))
     except CompileError:
         raise
     except Exception as error:
         raise CompileError(_failure(error)) from error
 
     def run(flat: list[Tensor]) -> object:
-        return runner(*flat)
+        return runner(*cut(flat))
 
     frozen = bool(config.experimental_config.frozen_parameter)
     return CompiledGraph(
@@ -275,11 +277,11 @@ def _dumps(concrete: Any) -> dict[str, str]:
     return texts
 
 
-def _captured(runner: Any, traced: TracedStep, mode: str) -> CompiledGraph:
+def _captured(runner: Any, cut: Cut, mode: str) -> CompiledGraph:
     """A graph of the modes that record eager kernels: no GE graph, and addresses that must stay."""
 
     def run(flat: list[Tensor]) -> object:
-        return runner(*flat)
+        return runner(*cut(flat))
 
     code = {"aclgraph.py": runner.runner.fx_graph.print_readable(print_output=False)}
     return CompiledGraph(

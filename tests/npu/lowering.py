@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muon_compile as mc
 from muon_compile.lower import torchair as backend
+from muon_compile.lower.cut_inputs import cut_inputs
 from muon_compile.lower.torchair_options import compiler_config
 from muon_compile.npu import stand_in
 from muon_compile.npu.fake_device import name_fake_device
@@ -48,6 +49,7 @@ def cases(version: str) -> dict[str, dict[str, Any]]:
 def lower(plan: Plan, names: dict[str, str], rank: int, kind: str | None = None) -> dict[str, Any]:
     """Lower a rank's step; the checks of the backend itself have passed if this returns."""
     local, traced = trace_plan(plan, backend="torchair", rank=rank, groups=names, kind=kind)
+    traced, _ = cut_inputs(traced)
     config = compiler_config(backend.load_torchair().CompilerConfig(), {})
     concrete = backend._lower(backend.load_torchair(), traced, config).runner
     graph = backend._checked(concrete, traced, local.collectives)

@@ -7,6 +7,7 @@ import torch
 
 import muon_compile as mc
 from muon_compile.build import momentum, step
+from muon_compile.lower.cut_inputs import cut_inputs
 from muon_compile.lower.functional import functional_graph
 from muon_compile.npu.audit import Finding, audit, real_converters
 from muon_compile.plan.plan import Plan
@@ -20,7 +21,7 @@ def findings(plan: Plan, rank: int = 0, kind: str | None = None) -> list[Finding
         _, traced = trace_plan(
             plan, backend="torchair", rank=rank, groups=groups_of(plan), kind=kind, stack_traces=lines
         )
-        found = audit(functional_graph(traced))
+        found = audit(functional_graph(cut_inputs(traced)[0]))
         if not found:
             break
     return found
