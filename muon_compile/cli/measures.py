@@ -79,6 +79,8 @@ def _process_group() -> Iterator[int]:
         dist.init_process_group("gloo")
     try:
         yield dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if made:
+            dist.barrier()  # gloo's threads still send to the others; a process that ends meanwhile may abort
     finally:
         if made:
             dist.destroy_process_group()

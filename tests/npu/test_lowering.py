@@ -69,6 +69,14 @@ def test_collectives_are_the_plans_and_the_same_on_every_rank(found: dict[str, d
     assert compared == 3 * len(SHARDED)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_wave_writes_its_own_stretch(found: dict[str, dict[str, Any]], version: str) -> None:
+    """Of 2 matrices that go one by one the state is two inputs, and no operator puts a whole together."""
+    case = found[version]["one local waves"]
+    assert {"muon0_momentum_buffer[0:48]", "muon0_momentum_buffer[48:96]"} <= set(case["written"])
+    assert not {"ConcatV2", "ConcatV2D", "ScatterUpdate", "TensorMove", "SplitD", "SplitV"} & case["ops"].keys()
+
+
 def test_the_list_boundary_is_one_pack_and_one_unpack(found: dict[str, dict[str, Any]]) -> None:
     """300 parameters in 10 shapes: per bucket gradients and parameters packed, new parameters unpacked."""
     case = found["2.13.0"]["300 parameters in 10 shapes"]
