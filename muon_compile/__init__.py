@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from muon_compile.routing import route
     from muon_compile.run.compiled_step import CompiledStep, compile_step
     from muon_compile.run.stats import StepStats
+    from muon_compile.run.train_step import TrainStep, compile_train_step
     from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
     from muon_compile.verification.verify import verify
 
@@ -41,8 +42,10 @@ _HOMES = {
     "MuonConfig": "config",
     "Plan": "plan.plan",
     "StepStats": "run.stats",
+    "TrainStep": "run.train_step",
     "build_step": "build.pure",
     "compile_step": "run.compiled_step",
+    "compile_train_step": "run.train_step",
     "init_state": "build.pure",
     "inspect_params": "layout",
     "make_plan": "plan.planner",
@@ -68,8 +71,10 @@ __all__ = [
     "MuonConfig",
     "Plan",
     "StepStats",
+    "TrainStep",
     "build_step",
     "compile_step",
+    "compile_train_step",
     "init_state",
     "inspect_params",
     "make_plan",

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,14 @@ def compile_inductor(traced: TracedStep, *, route: str, options: Mapping[str, An
     cached = counters["inductor"]["fxgraph_cache_hit"] > hits
     replays = bool(merged.get("triton.cudagraphs"))
     return CompiledGraph(run=run, code=code, backend=f"inductor ({route})", cached=cached, any_addresses=not replays)
+
+
+def compile_function(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Compile a graph of somebody's function that the step is a part of, as ``torch.compile`` would."""
+    from torch._inductor.compile_fx import compile_fx
+
+    tensors = tuple(x for x in inputs if isinstance(x, Tensor))
+    return compile_fx(graph, list(inputs), config_patches=_options(tensors, options, cuda_graphs=False))
 
 
 def _check_order(traced: TracedStep, code: str) -> None:

@@ -64,13 +64,15 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def _matrix_norm(x: Tensor) -> Tensor:
+def matrix_norm(x: Tensor) -> Tensor:
+    """``muon_compile::matrix_norm``."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     norm: Tensor = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     return norm.to(x.dtype)
 
 
-def _matrix_amax(x: Tensor) -> Tensor:
+def matrix_amax(x: Tensor) -> Tensor:
+    """``muon_compile::matrix_amax``."""
     return x.abs().flatten(-2).max(dim=-1, keepdim=True).values.unsqueeze(-1)
 
 
@@ -100,8 +102,8 @@ def decompositions() -> Mapping[Any, Any]:
     """This library's operators, and those with factors, in plain ones; for ``trace_step``."""
     operators = torch.ops.muon_compile
     return {
-        operators.matrix_norm.default: _matrix_norm,
-        operators.matrix_amax.default: _matrix_amax,
+        operators.matrix_norm.default: matrix_norm,
+        operators.matrix_amax.default: matrix_amax,
         torch.ops.aten.baddbmm.default: _baddbmm,
         torch.ops.aten.arange.default: _arange,
         torch.ops.aten.bitwise_and.Scalar: _and,

@@ -180,7 +180,7 @@ class Binding:
 
     def prepare(
         self, grads: Sequence[Tensor | None], backend: str, config: CompileConfig, stats: StepStats
-    ) -> tuple[Callable[[], None], bool]:
+    ) -> tuple[Callable[[], object], bool]:
         """Compile if need be, and gather the inputs of one step.
 
         Returns:
@@ -199,12 +199,16 @@ class Binding:
             self._compile(kind, inputs, backend, config, stats)
         graph = self.graphs[kind][1]
 
-        def run() -> None:
-            graph.run(inputs)
-            # Kernels write behind autograd's back; a graph that saved these parameters must notice.
-            torch.autograd.graph.increment_version(self._params)
+        return lambda: graph.run(inputs), recompile
 
-        return run, recompile
+    def tell_autograd(self) -> None:
+        """Kernels write behind autograd's back; a graph that saved these parameters must notice."""
+        torch.autograd.graph.increment_version(self._params)
+
+    @property
+    def static_inputs(self) -> list[Tensor]:
+        """The leading inputs of every graph: parameters, state, agreement, hyperparameters."""
+        return list(self._static)
 
     def copies(self, kind: str) -> list[Tensor]:
         """Inputs of a graph that share no memory with the live ones: gradients are noise, and all of them are there."""
@@ -274,12 +278,22 @@ class Binding:
 
     def _write_presence(self, grads: Sequence[Tensor | None]) -> None:
         if not self._presence:
-            for device, buckets in self._by_device.items():
-                size = sum(self.plan.buckets[i].size for i in buckets)
-                self._presence.append(HostVector(size, torch.bool, device))
-        for vector, buckets in zip(self._presence, self._by_device.values(), strict=True):
-            order = [i for b in buckets for i in self.plan.buckets[b].params]
-            vector.write([grads[i] is not None for i in order])
+            self._presence = self._vectors()
+        self._fill(self._presence, [grad is not None for grad in grads])
+
+    def presence(self, present: Sequence[bool]) -> list[Tensor]:
+        """The graph's presence inputs, kept apart from those of the live gradients."""
+        vectors = self._vectors()
+        self._fill(vectors, present)
+        return [vector.tensor for vector in vectors]
+
+    def _vectors(self) -> list[HostVector]:
+        sizes = {d: sum(self.plan.buckets[i].size for i in buckets) for d, buckets in self._by_device.items()}
+        return [HostVector(size, torch.bool, device) for device, size in sizes.items()]
+
+    def _fill(self, vectors: Sequence[HostVector], present: Sequence[bool]) -> None:
+        for vector, buckets in zip(vectors, self._by_device.values(), strict=True):
+            vector.write([present[i] for b in buckets for i in self.plan.buckets[b].params])
 
     def _absent_grad(self, index: int) -> Tensor:
         """A zero stand-in for a missing gradient, one per bucket."""

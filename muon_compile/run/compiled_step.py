@@ -112,7 +112,7 @@ class CompiledStep:
         if binding is None or not binding.graphs:
             raise RuntimeError("dump: nothing is compiled yet; the step compiles when it first runs. Run a step first.")
         hyper = [adapter.hyper(group) for adapter, group in live_groups(self.optimizers, self._adapters)]
-        with torch.no_grad(), self._own_dtypes():
+        with torch.no_grad(), self.own_dtypes():
             measured = measure(binding) if profile else None
         hardware = self._hardware
         return write_artifacts(Path(directory), binding, self.stats, hyper, hardware=hardware, measured=measured)
@@ -122,6 +122,10 @@ class CompiledStep:
     def __call__(self, closure: Closure | None = None) -> Any:
         """Run one step of every optimizer, hooks included. Returns the closure's loss, if there is one."""
         return self._installation.call(closure)
+
+    def around(self, body: Callable[[Closure | None], Any]) -> Any:
+        """Run something else that steps, hooks included."""
+        return self._installation.call(None, body)
 
     def run(self, closure: Closure | None = None) -> Any:
         """Run one step without hooks.
@@ -134,11 +138,11 @@ class CompiledStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), self._own_dtypes():
+        with torch.no_grad(), self.own_dtypes():
             self._step()
         return loss
 
-    def _own_dtypes(self) -> ExitStack:
+    def own_dtypes(self) -> ExitStack:
         """Autocast switched off until the result's end: under it the step's float32 products would run in halves."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         kinds = {param.device.type for group in groups for param in group["params"][:1]}
@@ -149,6 +153,32 @@ class CompiledStep:
         return stack
 
     def _step(self) -> None:
+        binding, hyper = self.begin()
+        try:
+            grads = binding.gradients()
+        except Replan:
+            binding = self._bind()
+            grads = binding.gradients()
+        if all(grad is None for grad in grads) and not binding.places:
+            return  # ranks that exchange matrices tell each other, even that they have nothing
+        run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
+        self.stats.recompiles += recompile
+        binding.hyper.write(hyper)
+        self.stats.host_launches += 1
+        try:
+            run()
+        except BaseException as error:  # Ctrl-C inside a kernel leaves a half-done step, too
+            self.break_off(error)
+            raise
+        self.end(binding)
+
+    def begin(self) -> tuple[Binding, list[dict[str, float | Tensor]]]:
+        """Check everything but gradients before a step: the binding, and every group's values.
+
+        Raises:
+            ValueError: A hyperparameter that the step cannot take.
+            RuntimeError: An earlier step failed, or its ranks disagreed.
+        """
         if self._broken is not None:
             raise RuntimeError(
                 f"An earlier step failed inside its kernels ({self._broken}), so parameters and state may be half "
@@ -160,26 +190,15 @@ class CompiledStep:
         self.stats.host_launches = 0
         groups = live_groups(self.optimizers, self._adapters)
         hyper = read_hyper([adapter.hyper(group) for adapter, group in groups])
-        binding = self._bound(groups)
-        try:
-            grads = binding.gradients()
-        except Replan:
-            binding = self._bind()
-            grads = binding.gradients()
-        if all(grad is None for grad in grads) and not binding.places:
-            return  # ranks that exchange matrices tell each other, even that they have nothing
-        self._launch(binding, grads, hyper)
+        return self._bound(groups), hyper
 
-    def _launch(self, binding: Binding, grads: list[Tensor | None], hyper: list[dict[str, float | Tensor]]) -> None:
-        run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
-        self.stats.recompiles += recompile
-        binding.hyper.write(hyper)
-        self.stats.host_launches += 1
-        try:
-            run()
-        except BaseException as error:  # Ctrl-C inside a kernel leaves a half-done step, too
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+    def break_off(self, error: BaseException) -> None:
+        """A step failed inside its kernels: none runs until state is loaded."""
+        self._broken = f"{type(error).__name__}: {error}"
+
+    def end(self, binding: Binding) -> None:
+        """A step was launched: count it, and look at its outcome where that is to be done at once."""
+        binding.tell_autograd()
         self.stats.steps += 1
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":

@@ -73,13 +73,13 @@ class Installation:
         # The step and its installation hold each other; let go, so that memory is free without a garbage collection.
         self._step = None
 
-    def call(self, closure: Closure | None) -> Any:
-        """One joint step with the hooks of every optimizer, outermost first."""
-        optimizers = self._live.optimizers
+    def call(self, closure: Closure | None, body: Callable[[Closure | None], Any] | None = None) -> Any:
+        """One joint step, or ``body`` in its place, with the hooks of every optimizer, outermost first."""
+        optimizers, body = self._live.optimizers, body or self._live.run
 
         def run(index: int, given: Closure | None) -> Any:
             if index == len(optimizers):
-                return self._live.run(given)
+                return body(given)
             optimizers[index]._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks at
             inner = Optimizer.profile_hook_step(lambda _, closure=None: run(index + 1, closure))
             return inner(optimizers[index], *(() if given is None else (given,)))
