@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from muon_compile.plan.simulate import simulate
     from muon_compile.routing import route
     from muon_compile.run.compiled_step import CompiledStep, compile_step
+    from muon_compile.run.probes import BucketProbes, Probes
     from muon_compile.run.stats import StepStats
     from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
     from muon_compile.verification.verify import verify
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamWConfig": "config",
     "Adapter": "adapters",
+    "BucketProbes": "run.probes",
     "CollectiveSpec": "spec",
     "CompileConfig": "config",
     "CompileError": "lower.compiled",
@@ -40,6 +42,7 @@ _HOMES = {
     "Muon": "optim",
     "MuonConfig": "config",
     "Plan": "plan.plan",
+    "Probes": "run.probes",
     "StepStats": "run.stats",
     "build_step": "build.pure",
     "compile_step": "run.compiled_step",
@@ -57,6 +60,7 @@ _HOMES = {
 __all__ = [
     "AdamWConfig",
     "Adapter",
+    "BucketProbes",
     "CollectiveSpec",
     "CompileConfig",
     "CompileError",
@@ -67,6 +71,7 @@ __all__ = [
     "Muon",
     "MuonConfig",
     "Plan",
+    "Probes",
     "StepStats",
     "build_step",
     "compile_step",
