@@ -130,6 +130,9 @@ def _update_probed_fake(params: list[Tensor], update: Tensor, decay: Tensor, ste
 
 def _list_squares(tensors: list[Tensor]) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].numel() >= _LARGE_NUMEL:
+        rows: list[Tensor] = [torch.ops.muon_compile.row_squares(tensor.unsqueeze(0)) for tensor in tensors]
+        return torch.cat(rows)
     norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
     return norms * norms
 
