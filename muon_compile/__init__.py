@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from muon_compile.plan.simulate import simulate
     from muon_compile.routing import route
     from muon_compile.run.compiled_step import CompiledStep, compile_step
+    from muon_compile.run.probes import BucketProbes, Probes
     from muon_compile.run.stats import StepStats
     from muon_compile.run.train_step import TrainStep, compile_train_step
     from muon_compile.spec import CollectiveSpec, MatrixSpec, MeshSpec
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamWConfig": "config",
     "Adapter": "adapters",
+    "BucketProbes": "run.probes",
     "CollectiveSpec": "spec",
     "CompileConfig": "config",
     "CompileError": "lower.compiled",
@@ -41,6 +43,7 @@ _HOMES = {
     "Muon": "optim",
     "MuonConfig": "config",
     "Plan": "plan.plan",
+    "Probes": "run.probes",
     "StepStats": "run.stats",
     "TrainStep": "run.train_step",
     "build_step": "build.pure",
@@ -60,6 +63,7 @@ _HOMES = {
 __all__ = [
     "AdamWConfig",
     "Adapter",
+    "BucketProbes",
     "CollectiveSpec",
     "CompileConfig",
     "CompileError",
@@ -70,6 +74,7 @@ __all__ = [
     "Muon",
     "MuonConfig",
     "Plan",
+    "Probes",
     "StepStats",
     "TrainStep",
     "build_step",

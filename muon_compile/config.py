@@ -252,6 +252,8 @@ class CompileConfig:
         cuda_graphs: Replay the step as one CUDA graph where all of it is on CUDA.
         torchair_options: Options of ``torchair.CompilerConfig`` by dotted name, laid over this library's own, for
             ``backend="torchair"``: ``{"experimental_config.frozen_parameter": True}``.
+        probes: The step also leaves a few sums per bucket on its device, for ``CompiledStep.probes()``: how orthogonal
+            the updates are, and how large they, the weights and the momenta. Without it the graph has none of that.
         keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not
             page-faulted anew every time. The setting is process-wide; it is made when a step is wrapped, and logged.
 
@@ -270,6 +272,7 @@ class CompileConfig:
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     cuda_graphs: bool = True
     torchair_options: Mapping[str, Any] = field(default_factory=dict)
+    probes: bool = False
     keep_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -284,6 +287,7 @@ class CompileConfig:
         _expect(me, "max_gather_bytes", self.max_gather_bytes, "a positive number of bytes", ok)
         _choice(me, "inductor_route", self.inductor_route, ("inner", "standalone"))
         _flag(me, "cuda_graphs", self.cuda_graphs)
+        _flag(me, "probes", self.probes)
         _flag(me, "keep_memory", self.keep_memory)
         for name in ("inductor_options", "torchair_options"):
             value = getattr(self, name)

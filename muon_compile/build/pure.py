@@ -61,6 +61,7 @@ class _PureBoundary:
     """Packs by ``stack`` and collects what the step makes, leaving every argument alone."""
 
     in_place = False
+    probing = False
 
     def __init__(self, params: Sequence[Tensor], state: Mapping[str, BucketState], grads: Sequence[Tensor]) -> None:
         self.params, self.state, self.grads = params, state, grads
@@ -114,6 +115,9 @@ class _PureBoundary:
         olds = part.of_params(self.params)
         for index, old, row, factor in zip(bucket.params, olds, delta.unbind(0), decays, strict=True):
             self._params.setdefault(index, []).append((old * factor.to(row.dtype) + row).to(old.dtype))
+
+    def observe(self, sums: Mapping[int, Tensor]) -> None:
+        """Nothing: the pure form returns parameters and state alone."""
 
 
 def _join(tensors: Sequence[Tensor], dim: int) -> Tensor:

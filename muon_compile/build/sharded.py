@@ -11,9 +11,10 @@ from muon_compile.build.collectives import all_reduce, wait
 from muon_compile.build.gram import gram_polynomial
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, Tell, unheard
+from muon_compile.build.probe_ops import gram_squared_error, squared_error
 from muon_compile.build.strategies import run_exchange
 from muon_compile.config import MuonConfig
-from muon_compile.plan.exchange import Exchange, Place
+from muon_compile.plan.exchange import Exchange, Place, run_of
 from muon_compile.plan.plan import Plan, Stretch
 
 
@@ -56,7 +57,15 @@ def _place(plan: Plan, axes: Sequence[tuple[str, int, bool]], bucket: int, place
     raise AssertionError(f"no part is exchanged over {axes}")
 
 
-def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = False, tell: Tell = unheard) -> Phases:
+def exchange_part(
+    part: Stretch,
+    update: Tensor,
+    place: Place,
+    *,
+    exact: bool = False,
+    tell: Tell = unheard,
+    watch: Callable[[Tensor, slice], None] | None = None,
+) -> Phases:
     """Orthogonalize a part over the ranks that share it, in phases.
 
     Args:
@@ -65,6 +74,8 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
         place: Where this rank stands.
         exact: Take ``torch.optim.Muon``'s own operators and roundings.
         tell: Hears when orthogonalizing begins and when it is over; what comes before is ``"send"``.
+        watch: Hears the squared errors of the matrices that this rank orthogonalizes (``build.probe_ops``), and which
+            of the part's units they are of.
 
     Returns:
         Phases, whose result is the update ``[B, *shape]``, this rank's shard; ``exchanged_scale`` has yet to scale it.
@@ -75,9 +86,13 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
     x = (x.mT if exchange.transposed else x).contiguous()
     blocks, scales = _blocks(exchange, config)
     common = exchanged_scale(part)
+    units_here = slice(*_solved_units(exchange, place))
 
     def solve(y: Tensor) -> Tensor:
-        return orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
+        result = orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
+        if watch is not None:
+            watch(squared_error(result, native=exchange.kernel == "native"), units_here)
+        return result
 
     def whole(y: Tensor) -> Tensor:
         units = y.mT.contiguous() if exchange.transposed else y  # the sums in the order of whole memory
@@ -85,11 +100,23 @@ def exchange_part(part: Stretch, update: Tensor, place: Place, *, exact: bool = 
         return result.mT if exchange.transposed else result
 
     def gram(r: Tensor) -> Tensor:
-        return gram_polynomial(r, config)
+        q = gram_polynomial(r, config)
+        if watch is not None:
+            watch(gram_squared_error(r, q), units_here)
+        return q
 
     result = yield from run_exchange(x, exchange, place, whole, gram, tell)
     result = result.mT if exchange.transposed else result
     return result.reshape(part.bucket.size, *part.bucket.shape)
+
+
+def _solved_units(exchange: Exchange, place: Place) -> tuple[int, int]:
+    """First of the part's units that this rank orthogonalizes and the one after the last."""
+    first, last = exchange.replica_run(place.replica_rank)
+    if exchange.owner_counts:
+        start, stop = run_of(exchange.owned(place.replica_rank), place.shard_rank)
+        first, last = first + start, first + stop
+    return first, last
 
 
 def exchanged_scale(part: Stretch) -> float:

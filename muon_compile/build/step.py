@@ -7,8 +7,9 @@ on its way while another's products run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,14 +18,20 @@ from muon_compile.build.adamw import adamw_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
+from muon_compile.build.probe_ops import row_squares, squared_error
+from muon_compile.build.probes import Tally
 from muon_compile.build.sharded import agree_on_presence, exchange_part, exchanged_scale
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.marks import Phase
 from muon_compile.plan.plan import Batch, Bucket, Plan, Stretch, Wave
+from muon_compile.spec import Algorithm
 
 Hyper = Sequence[Mapping[str, Tensor]]
 BucketState = Mapping[str, Tensor]
+# Hears of a part's matrices: its index, their squared errors, and which of its units they are of.
+_Watch: TypeAlias = Callable[[int, Tensor, slice], None]
+_FIRST_MOMENT: Mapping[Algorithm, str] = {"muon": "momentum_buffer", "adamw": "exp_avg"}
 
 
 class Boundary(Protocol):
@@ -35,6 +42,8 @@ class Boundary(Protocol):
 
     in_place: bool
     """Whether intermediate results may be overwritten: nothing but the step itself will see them."""
+    probing: bool
+    """Whether the figures of ``build.probes`` are wanted. Else the step has nothing of them."""
 
     def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
         """What comes next is about (``plan.marks.Mark``); only those who look at the graph want to know."""
@@ -54,12 +63,19 @@ class Boundary(Protocol):
     def store(self, part: Stretch, name: str, value: Tensor) -> None:
         """Keep a new state tensor, rounded to the state's dtype."""
 
-    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    def momentum(
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """New momentum kept and its direction ``[B, *shape]`` returned, rounded to ``dtype`` (None: float32 or wider),
-        where the boundary has one operator for all of that; else None, and nothing is done."""
+        where the boundary has one operator for all of that; else None, and nothing is done. With the direction comes
+        what it knows of the momentum's squares, ``[B]``."""
 
-    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
-        """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1)."""
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
+        """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1). Where it is
+        probing: sums of squares of P before and of ``update``, ``[2, B]``."""
+
+    def observe(self, sums: Mapping[int, Tensor]) -> None:
+        """Keep the probes' sums by bucket index, ``[len(COLUMNS)]`` each."""
 
 
 def run_step(
@@ -85,22 +101,28 @@ def run_step(
         boundary.working_on("agree", [i for i, part in enumerate(plan.parts) if part.bucket in agreeing])
         presence, agreed = agree_on_presence(plan, presence, places)
         boundary.report(agreed)
+    tally = Tally(plan) if boundary.probing else None
     for index, wave in enumerate(plan.waves):
         if index:
             boundary.working_on("update", plan.waves[index - 1].parts)
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
-        _run_wave(plan, wave, boundary, hyper, presence, places or {})
+        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}), tally)
+    if tally is not None:
+        boundary.working_on("update", range(len(plan.parts)))
+        boundary.observe(tally.table())
 
 
-def _run_wave(
-    plan: Plan,
-    wave: Wave,
-    boundary: Boundary,
-    hyper: Hyper,
-    presence: Sequence[Tensor] | None,
-    places: Mapping[int, Place],
-) -> None:
+class _Given(NamedTuple):
+    """What ``run_step`` was given for all waves."""
+
+    hyper: Hyper
+    presence: Sequence[Tensor] | None
+    places: Mapping[int, Place]
+
+
+def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, tally: Tally | None) -> None:
+    hyper, presence, places = given
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
     boundary.working_on("momentum", wave.parts)
@@ -109,17 +131,23 @@ def _run_wave(
     for index, part in parts.items():
         boundary.working_on("momentum", (index,))
         if part.bucket.algorithm == "muon":
-            views[index] = _muon_direction(plan, part, boundary, hyper, masks[index])
+            views[index], squares = _muon_direction(plan, part, boundary, hyper, masks[index])
         else:
-            updates[index] = _adamw(part, boundary, hyper, masks[index])
+            updates[index], squares = _adamw(part, boundary, hyper, masks[index]), None
+        if tally is not None:
+            if squares is None:
+                squares = row_squares(boundary.load(part)[_FIRST_MOMENT[part.bucket.algorithm]])
+            tally.momentum(index, squares)
     shared = [index for index, part in parts.items() if part.part.exchange is not None]
-    phases = [_exchange(plan, index, views[index], places[index], boundary) for index in shared]
-    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary))
+    watch = None if tally is None else _watch(plan, masks, tally)
+    phases = [_exchange(plan, index, views[index], places[index], boundary, watch) for index in shared]
+    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary, watch))
     exchanged = dict(zip(shared, results, strict=True))
     for index, part in parts.items():
         boundary.working_on("update", (index,))
         bucket, mask = part.bucket, masks[index]
-        decay = 1 - _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
+        shrink = _column(hyper, bucket, "lr") * _column(hyper, bucket, "weight_decay")
+        decay = 1 - shrink
         step_size: Tensor | None = None
         update = updates.get(index)
         if bucket.algorithm == "muon":
@@ -131,10 +159,26 @@ def _run_wave(
         if mask is not None:
             decay = torch.where(mask, decay, 1.0)
             step_size = torch.where(mask, 1.0 if step_size is None else step_size, 0.0).to(decay.dtype)
-        boundary.apply(part, update, decay, step_size)
+        both = boundary.apply(part, update, decay, step_size)
+        if tally is not None:
+            assert both is not None
+            tally.update(index, both, shrink, step_size, mask)
 
 
-def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Boundary) -> Phases:
+def _watch(plan: Plan, masks: Mapping[int, Tensor | None], tally: Tally) -> _Watch:
+    """Notes squared errors, by the mask of the units that they are of."""
+
+    def note(index: int, errors: Tensor, units: slice) -> None:
+        mask, view = masks[index], plan.stretch(index).bucket.view
+        assert view is not None
+        if mask is not None:
+            mask = mask[:, None].expand(-1, view.stacks).reshape(-1)[units]
+        tally.orthogonal(index, errors, mask)
+
+    return note
+
+
+def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Boundary, watch: _Watch | None) -> Phases:
     """``exchange_part``, that says what it is about whenever it goes on: other parts have been at work meanwhile."""
     now: list[Phase] = ["send"]
 
@@ -142,7 +186,8 @@ def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Bo
         now[0] = phase
         boundary.working_on(phase, (index,))
 
-    steps = exchange_part(plan.stretch(index), update, place, exact=plan.exact, tell=tell)
+    note = None if watch is None else functools.partial(watch, index)
+    steps = exchange_part(plan.stretch(index), update, place, exact=plan.exact, tell=tell, watch=note)
     while True:
         tell(now[0])
         try:
@@ -153,7 +198,10 @@ def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Bo
         yield
 
 
-def _muon_direction(plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
+def _muon_direction(
+    plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The directions as matrices; and the new momentum's sums of squares, where they came along."""
     bucket = part.bucket
     config, view = bucket.config, bucket.view
     assert isinstance(config, MuonConfig) and view is not None
@@ -161,14 +209,15 @@ def _muon_direction(plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper,
     # Rounded before the store, so that a backend reads momentum and gradient once for both.
     rounded = config.eps != "relative" and config.ns_dtype != "float16"
     dtype: torch.dtype | None = getattr(torch, config.ns_dtype) if rounded else None
-    update = None if plan.exact else boundary.momentum(part, mu, mask, dtype)
-    if update is None:
+    made = None if plan.exact else boundary.momentum(part, mu, mask, dtype)
+    if made is None:
         grad, old = boundary.pack(part), boundary.load(part)["momentum_buffer"]
         form = exact_direction if plan.exact else direction
         new, update = form(grad, old, _columns(mu, grad), config, None if mask is None else _columns(mask, grad))
         update = update if dtype is None else update.to(dtype)
         boundary.store(part, "momentum_buffer", new)
-    return update.reshape(bucket.size * view.stacks, view.rows, view.cols)
+        made = update, None
+    return made[0].reshape(bucket.size * view.stacks, view.rows, view.cols), made[1]
 
 
 def _adamw(part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
@@ -183,7 +232,7 @@ def _adamw(part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None)
 
 
 def _orthogonalize_wave(
-    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary
+    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary, watch: _Watch | None
 ) -> dict[int, list[Tensor]]:
     """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
     inputs = []
@@ -202,6 +251,8 @@ def _orthogonalize_wave(
         results = [result] if len(counts) == 1 else list(result.split(counts))
         for piece, part in zip(batch.pieces, results, strict=True):
             outputs[piece.part, piece.start] = part
+            if watch is not None:
+                watch(piece.part, squared_error(part, native=kernel == "native"), slice(None))
     blocks: dict[int, list[Tensor]] = {}
     for part_index, start in sorted(outputs):
         blocks.setdefault(part_index, []).append(outputs[part_index, start])

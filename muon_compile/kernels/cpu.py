@@ -27,7 +27,7 @@ from muon_compile.kernels.cache import cache_or_temporary_dir
 
 _LOG = logging.getLogger("muon_compile")
 _HERE = Path(__file__).parent
-SOURCES = ("elementwise.cpp", "newton_schulz.cpp", "tiles.h")
+SOURCES = ("elementwise.cpp", "newton_schulz.cpp", "probes.cpp", "tiles.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 _NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -126,11 +126,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(_pointer, _pointer, _long, _long, _long, _pointer, _pointer, _int, _int, _float, _int, _int)
     ]
     library.mc_momentum.argtypes = [
-        *(_pointer, _pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int, _int, _int, _int, _int, _int)
+        *(_pointer, _pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int, _int, _int, _int, _int, _int),
+        _pointer,
     ]
     library.mc_update.argtypes = [
-        *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int)
+        *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int, _pointer)
     ]
+    library.mc_squared_error.argtypes = [_pointer, _long, _long, _long, _pointer, _pointer, _int]
     library.mc_scratch_held.restype = _long
     return library
 
@@ -219,6 +221,7 @@ def momentum(
     *,
     ema: bool,
     nesterov: bool,
+    squares: Tensor | None = None,
 ) -> None:
     """Update the momentum of B matrices in place and write their directions to ``out``.
 
@@ -230,6 +233,7 @@ def momentum(
         present: ``[B]`` bool, False where there is no gradient; None: all are there.
         ema: ``M <- M + (1 - mu)(G - M)`` instead of ``M <- mu M + G``.
         nesterov: Use the Nesterov direction.
+        squares: ``[B]`` float64 zeros, for the sums of squares of the new momentum where there is a gradient.
     """
     _check(*grads, state, out)
     mus, stride = _scalars(mu)
@@ -238,10 +242,42 @@ def momentum(
     memory = (ctypes.addressof(listed), state.data_ptr(), out.data_ptr(), len(grads), grads[0].numel())
     scalars = (mus.data_ptr(), stride, None if mask is None else mask.data_ptr(), int(ema), int(nesterov))
     types = (_TYPES[grads[0].dtype], _TYPES[state.dtype], _TYPES[out.dtype])
-    _library().mc_momentum(*memory, *scalars, *types, torch.get_num_threads())
+    _library().mc_momentum(*memory, *scalars, *types, torch.get_num_threads(), _sums(squares, len(grads)))
 
 
-def update(params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Tensor) -> None:
+def _sums(squares: Tensor | None, numel: int) -> int | None:
+    if squares is None:
+        return None
+    _check(squares)
+    if squares.dtype != torch.float64 or squares.numel() != numel:
+        raise ValueError(f"expected {numel} float64 sums, got {squares.dtype} {tuple(squares.shape)}.")
+    return squares.data_ptr()
+
+
+def squared_error(x: Tensor, signs: Tensor, out: Tensor) -> None:
+    """Estimate how far matrices are from orthogonal (``build.probe_ops``).
+
+    Args:
+        x: ``[B, m, n]`` bfloat16, contiguous.
+        signs: ``[min(m, n)]`` float32 of 1 and -1.
+        out: ``[B]`` float64, for ``||X X^T v - v||^2 / r``.
+    """
+    _check(x, signs, out)
+    if x.dtype != torch.bfloat16 or x.dim() != 3 or signs.dtype != torch.float32 or out.dtype != torch.float64:
+        raise ValueError(
+            f"expected bfloat16 [B, m, n], float32 and float64, got {x.dtype} {x.shape}, {signs.dtype}, {out.dtype}."
+        )
+    if signs.numel() != min(x.shape[1:]) or out.numel() != x.shape[0]:
+        raise ValueError(
+            f"expected a sign per row and a sum per matrix of {tuple(x.shape)}, got {signs.shape} and {out.shape}."
+        )
+    memory = (x.data_ptr(), *x.shape, signs.data_ptr(), out.data_ptr())
+    _library().mc_squared_error(*memory, torch.get_num_threads())
+
+
+def update(
+    params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Tensor, squares: Tensor | None = None
+) -> None:
     """Write ``p <- p * decay + direction * size`` into every parameter, in float32, rounded once.
 
     Args:
@@ -249,6 +285,7 @@ def update(params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Ten
         direction: ``[B, ...]``, contiguous, float32 or bfloat16.
         decay: 0-d or ``[B]``.
         size: 0-d or ``[B]``; a parameter with decay 1 and size 0 is left alone.
+        squares: ``[2, B]`` float64 zeros, for the sums of squares of the parameters before and of the directions.
     """
     _check(*params, direction)
     decays, decay_stride = _scalars(decay)
@@ -257,7 +294,7 @@ def update(params: Sequence[Tensor], direction: Tensor, decay: Tensor, size: Ten
     memory = (ctypes.addressof(listed), direction.data_ptr(), len(params), params[0].numel())
     scalars = (decays.data_ptr(), decay_stride, sizes.data_ptr(), size_stride)
     types = (_TYPES[params[0].dtype], _TYPES[direction.dtype])
-    _library().mc_update(*memory, *scalars, *types, torch.get_num_threads())
+    _library().mc_update(*memory, *scalars, *types, torch.get_num_threads(), _sums(squares, 2 * len(params)))
 
 
 def rate(side: int, *, seconds: float = 0.05) -> float:

@@ -23,6 +23,12 @@ _LIB.define(
     "ScalarType dtype) -> Tensor"
 )
 _LIB.define("update_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> ()")
+_LIB.define(
+    "momentum_probed_(Tensor[] grads, Tensor(a!) momentum, Tensor mu, Tensor? present, bool ema, bool nesterov, "
+    "ScalarType dtype) -> (Tensor, Tensor)"
+)
+_LIB.define("update_probed_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> Tensor")
+_LIB.define("list_squares(Tensor[] tensors) -> Tensor")
 _LIB.define("next_wave_(Tensor(a!)[] tensors) -> ()")
 _LIB.define("apply_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor? step_size) -> ()")
 
@@ -92,6 +98,50 @@ def _update(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tens
     cpu.update(params, update.contiguous(), decay, step_size)
 
 
+def _momentum_probed(
+    grads: list[Tensor],
+    momentum: Tensor,
+    mu: Tensor,
+    present: Tensor | None,
+    ema: bool,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty(momentum.shape, dtype=dtype, device="cpu")
+    squares = torch.zeros(len(grads), dtype=torch.float64, device="cpu")
+    cpu.momentum(grads, momentum, out, mu, present, ema=ema, nesterov=nesterov, squares=squares)
+    return out, squares
+
+
+def _momentum_probed_fake(grads: list[Tensor], momentum: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    squares = torch.empty(len(grads), dtype=torch.float64, device=momentum.device)
+    return _momentum_fake(grads, momentum, *rest), squares
+
+
+def _update_probed(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> Tensor:
+    squares = torch.zeros((2, len(params)), dtype=torch.float64, device="cpu")
+    cpu.update(params, update.contiguous(), decay, step_size, squares)
+    return squares
+
+
+def _update_probed_fake(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> Tensor:
+    return torch.empty((2, len(params)), dtype=torch.float64, device=update.device)
+
+
+def _list_squares(tensors: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].numel() >= _LARGE_NUMEL:
+        rows: list[Tensor] = [torch.ops.muon_compile.row_squares(tensor.unsqueeze(0)) for tensor in tensors]
+        return torch.cat(rows)
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+    return norms * norms
+
+
+def _list_squares_fake(tensors: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return tensors[0].new_empty((len(tensors),), dtype=wide)
+
+
 def _next_wave(tensors: list[Tensor]) -> None:
     """Nothing: what comes before it is done before what comes after it begins."""
 
@@ -105,9 +155,15 @@ _LIB.impl("apply_", _apply_device, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_cpu, "CPU")
 _LIB.impl("momentum_", _momentum, "CPU")
 _LIB.impl("update_", _update, "CPU")
+_LIB.impl("momentum_probed_", _momentum_probed, "CPU")
+_LIB.impl("update_probed_", _update_probed, "CPU")
+_LIB.impl("list_squares", _list_squares, "CompositeExplicitAutograd")
 _LIB.impl("next_wave_", _next_wave, "CompositeExplicitAutograd")
 torch.library.register_fake("muon_compile::pack", _pack_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
+torch.library.register_fake("muon_compile::momentum_probed_", _momentum_probed_fake, lib=_LIB)
+torch.library.register_fake("muon_compile::update_probed_", _update_probed_fake, lib=_LIB)
+torch.library.register_fake("muon_compile::list_squares", _list_squares_fake, lib=_LIB)
 for _name in ("apply_", "update_", "next_wave_"):
     torch.library.register_fake(f"muon_compile::{_name}", _nothing, lib=_LIB)
 
@@ -164,20 +220,41 @@ def momentum_(
     ema: bool,
     nesterov: bool,
     dtype: torch.dtype,
-) -> Tensor:
+    probing: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Update a bucket's momentum in place, in one pass; see ``kernels.cpu.momentum``.
 
     Returns:
-        The directions, ``[B, *shape]`` of ``dtype``; zero where there is no gradient.
+        The directions, ``[B, *shape]`` of ``dtype``; zero where there is no gradient. Where it is probing also the new
+        momentum's sums of squares, ``[B]``.
     """
-    operator = torch.ops.muon_compile.momentum_
-    result: Tensor = operator(list(grads), momentum, mu, present, ema, nesterov, dtype)
-    return result
+    arguments = (list(grads), momentum, mu, present, ema, nesterov, dtype)
+    if probing:
+        probed: tuple[Tensor, Tensor] = torch.ops.muon_compile.momentum_probed_(*arguments)
+        return probed
+    result: Tensor = torch.ops.muon_compile.momentum_(*arguments)
+    return result, None
 
 
-def update_(params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
-    """Write ``p <- p * decay + update * step_size`` into every parameter, in one pass; see ``kernels.cpu.update``."""
+def update_(
+    params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: Tensor, *, probing: bool = False
+) -> Tensor | None:
+    """Write ``p <- p * decay + update * step_size`` into every parameter, in one pass; see ``kernels.cpu.update``.
+
+    Returns:
+        Where it is probing, sums of squares of the parameters before and of ``update``: ``[2, B]``.
+    """
+    if probing:
+        squares: Tensor = torch.ops.muon_compile.update_probed_(list(params), update, decay, step_size)
+        return squares
     torch.ops.muon_compile.update_(list(params), update, decay, step_size)
+    return None
+
+
+def list_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of each of B tensors of one shape: ``[B]`` of float32 or their wider dtype."""
+    result: Tensor = torch.ops.muon_compile.list_squares(list(tensors))
+    return result
 
 
 def next_wave_(tensors: Sequence[Tensor]) -> None:

@@ -77,6 +77,23 @@ def _matrix_norm(x: Tensor) -> Tensor:
     return (wide * wide).sum(dim=(-2, -1), keepdim=True).sqrt().to(x.dtype)
 
 
+def _row_squares(x: Tensor) -> Any:
+    if x.device.type == "cpu":
+        return NotImplemented  # an operator of its own, for the reason above
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * wide).sum(dim=list(range(1, x.dim()))) if x.dim() > 1 else wide * wide
+
+
+def _squared_error(x: Tensor, signs: Tensor, native: bool) -> Any:
+    if x.device.type == "cpu":
+        return NotImplemented
+    x = (x if x.shape[-2] <= x.shape[-1] else x.mT).to(torch.promote_types(x.dtype, torch.float32))
+    v = signs[:, None].to(x.dtype)
+    once = (x * v).sum(dim=1, keepdim=True)
+    left = (x * once).sum(dim=2, keepdim=True) - v
+    return (left * left).sum(dim=[1, 2]) / v.shape[0]
+
+
 @functools.lru_cache(maxsize=1)
 def operators_fingerprint() -> bytes:
     """Hash of the files that define this library's operators.
@@ -87,7 +104,8 @@ def operators_fingerprint() -> bytes:
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     kernels = sorted((root / "kernels").glob("*"))
-    named = [root / name for name in ("build/opaque.py", "build/native_ops.py", "build/symmetric.py")]
+    names = ("build/opaque.py", "build/native_ops.py", "build/symmetric.py", "build/probe_ops.py")
+    named = [root / name for name in names]
     for path in (*named, root / "lower/boundary.py", Path(__file__), *kernels):
         if path.is_file():
             digest.update(path.read_bytes())
@@ -113,7 +131,12 @@ def decompositions() -> Mapping[Any, Any]:
     from torch._inductor.decomposition import select_decomp_table
 
     operators = torch.ops.muon_compile
-    own = {operators.matrix_norm.default: _matrix_norm, operators.matrix_amax.default: _matrix_amax}
+    own = {
+        operators.matrix_norm.default: _matrix_norm,
+        operators.matrix_amax.default: _matrix_amax,
+        operators.row_squares.default: _row_squares,
+        operators.squared_error.default: _squared_error,
+    }
     return {**select_decomp_table(), **own}
 
 

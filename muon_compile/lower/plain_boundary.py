@@ -34,11 +34,13 @@ class PlainBoundary(InPlaceBoundary):
         state = part.of_state(self.state[part.whole.name][name])
         state.copy_(value.to(state.dtype))
 
-    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    def momentum(
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """None: the builder's own operators do it."""
         return None
 
-    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
         """Decay the part's parameters and add the update."""
         params = part.of_params(self.params)
         dtype, dims = params[0].dtype, (-1,) + (1,) * params[0].dim()
@@ -49,6 +51,7 @@ class PlainBoundary(InPlaceBoundary):
             return value if value.dim() == 0 else value.view(dims)
 
         old, delta = _stacked(params).to(wide), update.to(wide)
+        squares = torch.stack([_row_squares(old), _row_squares(delta)]) if self.probing else None
         if step_size is not None:
             delta = delta * column(step_size)
         new = old * column(decay) + delta
@@ -58,21 +61,34 @@ class PlainBoundary(InPlaceBoundary):
         rows = [new.squeeze(0)] if len(params) == 1 else new.unbind(0)
         for param, row in zip(params, rows, strict=True):
             param.copy_(row)
+        return squares
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def matrix_norm(x: Tensor) -> Tensor:
-    """``muon_compile::matrix_norm``."""
+def _row_squares(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * wide).sum(dim=list(range(1, x.dim()))) if x.dim() > 1 else wide * wide
+
+
+def _squared_error(x: Tensor, signs: Tensor, native: bool) -> Tensor:
+    assert not native
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    column = signs[:, None].expand(x.shape[0], -1, -1)
+    # Batched products of one column, in x's dtype: a product of wider operands would need x anew.
+    product = torch.bmm(x, torch.bmm(x.mT, column.to(x.dtype)))
+    return _row_squares(product.to(column.dtype) - column) / signs.shape[0]
+
+
+def _matrix_norm(x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     norm: Tensor = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     return norm.to(x.dtype)
 
 
-def matrix_amax(x: Tensor) -> Tensor:
-    """``muon_compile::matrix_amax``."""
+def _matrix_amax(x: Tensor) -> Tensor:
     return x.abs().flatten(-2).max(dim=-1, keepdim=True).values.unsqueeze(-1)
 
 
@@ -98,12 +114,21 @@ def _arange(end: int, *, dtype: torch.dtype, device: torch.device, **rest: Any) 
     return result
 
 
-def decompositions() -> Mapping[Any, Any]:
-    """This library's operators, and those with factors, in plain ones; for ``trace_step``."""
+def library_operators() -> Mapping[Any, Any]:
+    """This library's operators in plain ones."""
     operators = torch.ops.muon_compile
     return {
-        operators.matrix_norm.default: matrix_norm,
-        operators.matrix_amax.default: matrix_amax,
+        operators.matrix_norm.default: _matrix_norm,
+        operators.matrix_amax.default: _matrix_amax,
+        operators.row_squares.default: _row_squares,
+        operators.squared_error.default: _squared_error,
+    }
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """This library's operators, and those with factors, in plain ones; for ``trace_step``."""
+    return {
+        **library_operators(),
         torch.ops.aten.baddbmm.default: _baddbmm,
         torch.ops.aten.arange.default: _arange,
         torch.ops.aten.bitwise_and.Scalar: _and,

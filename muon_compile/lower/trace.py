@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muon_compile.config import MuonConfig
-from muon_compile.lower.boundary import apply_, momentum_, native_takes, next_wave_, pack, update_
+from muon_compile.lower.boundary import apply_, list_squares, momentum_, native_takes, next_wave_, pack, update_
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.marks import Mark, Phase
 from muon_compile.plan.plan import Plan, Stretch
@@ -33,7 +33,7 @@ RunStep = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Order of the graph's flat inputs: parameters, state, agreement, hyperparameters, gradients, presence.
+    """Order of the graph's flat inputs: parameters, state, agreement, probes, hyperparameters, gradients, presence.
 
     Args:
         names: One name per input, for people and for the generated code.
@@ -43,6 +43,8 @@ class InputSpec:
         hyper: Device and ``(group, name)`` entries of every hyperparameter input, a float64 vector (float32 on backends
             that have no float64).
         presence: Device and bucket indices of every presence input, a bool vector; empty where all gradients are there.
+        probes: Device and bucket indices of every table that the step leaves its probes' sums in, a row per bucket;
+            empty where nobody asked for them.
     """
 
     names: tuple[str, ...]
@@ -51,6 +53,7 @@ class InputSpec:
     agreement: str | None
     hyper: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
     presence: tuple[tuple[str, tuple[int, ...]], ...]
+    probes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def num_static(self) -> int:
@@ -60,7 +63,7 @@ class InputSpec:
     @property
     def num_written(self) -> int:
         """Leading inputs that the step writes."""
-        return self.num_params + len(self.state) + (self.agreement is not None)
+        return self.num_params + len(self.state) + (self.agreement is not None) + len(self.probes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +113,28 @@ class InPlaceBoundary:
         marker: Marker | None = None,
     ) -> None:
         self._marker = marker
+        # Set by ``probe_into``: tables of sums, and whose rows they have.
+        self._tables: list[tuple[Tensor, tuple[int, ...]]] = []
         self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
         for (index, name), tensor in state.items():
             self.state[plan.buckets[index].name][name] = tensor
+
+    @property
+    def probing(self) -> bool:
+        """Whether there is a table for the probes' sums."""
+        return bool(self._tables)
+
+    def probe_into(self, tables: Sequence[Tensor], buckets: Sequence[tuple[int, ...]]) -> None:
+        """Ask for the probes' sums: a table per device, with a row for each of its buckets."""
+        self._tables = list(zip(tables, buckets, strict=True))
+
+    def observe(self, sums: Mapping[int, Tensor]) -> None:
+        """Leave the probes' sums where the host will look for them; a bucket that nothing was done for has zeros."""
+        for table, buckets in self._tables:
+            zeros = torch.zeros_like(table[0])
+            table.copy_(torch.stack([sums.get(index, zeros) for index in buckets]))
 
     def working_on(self, phase: Phase, parts: Sequence[int], batch: int | None = None) -> None:
         """Note it, for those who look at the graph."""
@@ -143,7 +163,9 @@ class InPlaceBoundary:
         """Keep a new state tensor."""
         part.of_state(self.state[part.whole.name][name]).copy_(value)
 
-    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    def momentum(
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """One pass over the part where the CPU kernel takes it: momentum in place, directions returned."""
         grads, config = part.of_params(self.grads), part.bucket.config
         state = part.of_state(self.state[part.whole.name]["momentum_buffer"])
@@ -152,16 +174,26 @@ class InPlaceBoundary:
             return None
         assert isinstance(config, MuonConfig)
         ema = config.momentum_form == "ema"
-        return momentum_(grads, state, mu, mask, ema=ema, nesterov=bool(config.nesterov), dtype=dtype)
+        nesterov, probing = bool(config.nesterov), self.probing
+        return momentum_(grads, state, mu, mask, ema=ema, nesterov=nesterov, dtype=dtype, probing=probing)
 
-    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
+    def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
         """Decay the part's parameters and add the update."""
         params = part.of_params(self.params)
         if self.native and part.bucket.algorithm == "muon" and native_takes(params[0], update.dtype):
             assert step_size is not None
-            update_(params, update, decay, step_size)
-            return
+            return update_(params, update, decay, step_size, probing=self.probing)
+        squares: Tensor | None = None
+        if self.probing:
+            dtype = decay.dtype
+            squares = torch.stack([list_squares(params).to(dtype), self.row_squares(update).to(dtype)])
         apply_(params, update, decay, step_size, exact=self.exact)
+        return squares
+
+    def row_squares(self, x: Tensor) -> Tensor:
+        """Sum of the squares of each row of ``[B, ...]``, ``[B]``; the builder has registered the operator."""
+        result: Tensor = torch.ops.muon_compile.row_squares(x)
+        return result
 
 
 def flat_step(
@@ -186,6 +218,7 @@ def flat_step(
         params = take(spec.num_params)
         state = dict(zip(spec.state, take(len(spec.state)), strict=True))
         agreement = take(1)[0] if spec.agreement is not None else None
+        tables = take(len(spec.probes))
         hyper: list[dict[str, Tensor]] = [{} for _ in range(plan.num_groups)]
         for (_, entries), vector in zip(spec.hyper, take(num_hyper), strict=True):
             for (group, name), value in zip(entries, vector.unbind(0), strict=True):
@@ -196,7 +229,9 @@ def flat_step(
             parts = vector.split([plan.buckets[i].size for i in buckets])
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
-        run_step(plan, boundary(plan, params, grads, state, agreement, marker), hyper, presence, places)
+        edge = boundary(plan, params, grads, state, agreement, marker)
+        edge.probe_into(tables, [buckets for _, buckets in spec.probes])
+        run_step(plan, edge, hyper, presence, places)
         if marker is not None:
             marker.turn_to(None)
         return ()

@@ -24,8 +24,7 @@ def trace_update(
 ) -> TracedStep:
     """Trace the step without this library's CPU kernels, which write in place where only a step by itself may."""
     plain = without_kernels(plan)
-    table = {torch.ops.muon_compile.matrix_amax.default: plain_boundary.matrix_amax}
-    table[torch.ops.muon_compile.matrix_norm.default] = plain_boundary.matrix_norm
+    table = plain_boundary.library_operators()
     traced = trace_step(plain, spec, inputs, run_step, places, table, plain_boundary.PlainBoundary)
     check_graph(plain, traced)
     return traced

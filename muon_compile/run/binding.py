@@ -29,6 +29,7 @@ from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
 from muon_compile.run.inputs import buckets_by_device, input_spec
 from muon_compile.run.nodes import node_groups
+from muon_compile.run.probes import ProbeTables
 from muon_compile.run.progress import compiling
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
@@ -46,7 +47,12 @@ class Binding:
     """A plan, its state, and its compiled graphs over the live parameters of a reading."""
 
     def __init__(
-        self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer], hyper_dtype: torch.dtype = torch.float64
+        self,
+        plan: Plan,
+        reading: Reading,
+        optimizers: Sequence[Optimizer],
+        hyper_dtype: torch.dtype = torch.float64,
+        probes: bool = False,
     ) -> None:
         self.plan, self.reading = plan, reading
         self._groups = [(group.group_name, group) for group in reading.meshes.groups()]
@@ -65,14 +71,16 @@ class Binding:
         if self.places:
             self.agreement = torch.ones((), dtype=torch.bool, device=self._params[0].device)
         agreement = [] if self.agreement is None else [self.agreement]
-        self._static = [*self._params, *(t for _, t in self.state.inputs), *agreement, *self.hyper.tensors]
+        self._by_device = buckets_by_device(plan)
+        self.probes = ProbeTables(self._by_device, hyper_dtype) if probes else None
+        tables = [] if self.probes is None else self.probes.tensors
+        self._static = [*self._params, *(t for _, t in self.state.inputs), *agreement, *tables, *self.hyper.tensors]
         self._grad_facts = [
             (p.shape, getattr(torch, s.grad_dtype or s.dtype)) for p, s in zip(self._params, reading.specs, strict=True)
         ]
         self._param_facts = [(p.shape, p.dtype) for p in self._params]
         self._presence: list[HostVector] = []
         self._absent: dict[int, Tensor] = {}
-        self._by_device = buckets_by_device(plan)
         self._bucket_of = {i: b for b, bucket in enumerate(plan.buckets) for i in bucket.params}
 
     def _coordinate(self, layout: ShardLayout) -> int:
@@ -274,7 +282,8 @@ class Binding:
 
     def input_spec(self, kind: str) -> InputSpec:
         """Order and names of the graph's flat inputs."""
-        return input_spec(self.local, kind, None if self.agreement is None else str(self.agreement.device))
+        agreement = None if self.agreement is None else str(self.agreement.device)
+        return input_spec(self.local, kind, agreement, self.probes is not None)
 
     def _write_presence(self, grads: Sequence[Tensor | None]) -> None:
         if not self._presence:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,17 +20,18 @@ from muon_compile.lower.backends import check_backend, hyper_dtype
 from muon_compile.plan.hardware import Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.run.artifacts import measure, write_artifacts
+from muon_compile.run.autocast import own_dtypes
 from muon_compile.run.binding import Binding, Replan
 from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
 from muon_compile.run.planning import Wishes, hardware_named, plan_reading
+from muon_compile.run.probes import Probes
 from muon_compile.run.reading import Names, config_key, find_adapters, live_groups, name_table, read_optimizers
 from muon_compile.run.stats import StepStats
 
 Closure = Callable[[], Any]
-
 
 _LOG = logging.getLogger("muon_compile")
 
@@ -112,10 +113,27 @@ class CompiledStep:
         if binding is None or not binding.graphs:
             raise RuntimeError("dump: nothing is compiled yet; the step compiles when it first runs. Run a step first.")
         hyper = [adapter.hyper(group) for adapter, group in live_groups(self.optimizers, self._adapters)]
-        with torch.no_grad(), self.own_dtypes():
+        with torch.no_grad(), own_dtypes(self.optimizers):
             measured = measure(binding) if profile else None
         hardware = self._hardware
         return write_artifacts(Path(directory), binding, self.stats, hyper, hardware=hardware, measured=measured)
+
+    def probes(self, *, reduce: bool = True) -> Probes:
+        """What the last step was like, bucket by bucket; waits for the device. Needs ``CompileConfig(probes=True)``.
+
+        Args:
+            reduce: Add up what the ranks of the parameters' meshes hold: every one of them has to call, as it calls a
+                collective, where parameters are shared at all. If False, this rank's part alone.
+
+        Raises:
+            RuntimeError: The step has no probes, or no step was done since it was last planned.
+        """
+        if not self.config.probes:
+            raise RuntimeError("probes: the step has none; compile it with config=CompileConfig(probes=True).")
+        binding = self._binding
+        if binding is None or binding.probes is None or binding.probes.step is None:
+            raise RuntimeError("probes: no step was done yet, or none since the step was planned anew; run one first.")
+        return binding.probes.read(binding.plan, binding.reading.meshes, reduce=reduce)
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -138,19 +156,9 @@ class CompiledStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), self.own_dtypes():
+        with torch.no_grad(), own_dtypes(self.optimizers):
             self._step()
         return loss
-
-    def own_dtypes(self) -> ExitStack:
-        """Autocast switched off until the result's end: under it the step's float32 products would run in halves."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        kinds = {param.device.type for group in groups for param in group["params"][:1]}
-        stack = ExitStack()
-        for kind in kinds:
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
 
     def _step(self) -> None:
         binding, hyper = self.begin()
@@ -200,6 +208,8 @@ class CompiledStep:
         """A step was launched: count it, and look at its outcome where that is to be done at once."""
         binding.tell_autograd()
         self.stats.steps += 1
+        if binding.probes is not None:
+            binding.probes.step = self.stats.steps
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":
             self._check_agreement()
@@ -228,7 +238,7 @@ class CompiledStep:
             return self._bind()
         reading = binding.reading
         live = [p for _, group in groups for p in group["params"]]
-        same = len(live) == len(reading.params) and all(map(_is, live, reading.params))
+        same = len(live) == len(reading.params) and all(map(operator.is_, live, reading.params))
         sizes = tuple(len(group["params"]) for _, group in groups)
         keys = tuple(config_key(adapter, group) for adapter, group in groups)
         if not same or sizes != reading.group_sizes or keys != reading.config_keys:
@@ -252,7 +262,7 @@ class CompiledStep:
                 "materialize the model (model.to_empty(device=...)) first."
             )
         plan, self._hardware = plan_reading(reading, self._wishes)
-        binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend))
+        binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend), self.config.probes)
         binding.state.adopt(binding.state.current())
         binding.state.attach()
         if self._binding is not None:
@@ -301,10 +311,6 @@ class CompiledStep:
             accept = getattr(optimizer, "accept_compiled_step", None)
             if accept is not None:
                 accept(step)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def compile_step(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from muon_compile.build.probes import COLUMNS
 from muon_compile.build.pure import bucket_state_shapes, rank_places
 from muon_compile.build.step import run_step
 from muon_compile.lower.backends import hyper_dtype, trace_for
@@ -29,21 +30,24 @@ def buckets_by_device(plan: Plan) -> dict[str, list[int]]:
     return found
 
 
-def input_spec(plan: Plan, kind: str, agreement: str | None) -> InputSpec:
+def input_spec(plan: Plan, kind: str, agreement: str | None, probes: bool = False) -> InputSpec:
     """Order and names of the graph's flat inputs.
 
     Args:
         plan: The plan, as a rank runs it.
         kind: ``"all"``: every gradient is there; ``"masked"``: a mask says which are.
         agreement: Device of the bool that the ranks' agreement is left in; None where nothing is exchanged.
+        probes: The step leaves its probes' sums in a table per device.
     """
     numbers = range(len(plan.specs))
     state = tuple((i, name) for i, bucket in enumerate(plan.buckets) for name in bucket_state_shapes(bucket))
     hyper = tuple(hyper_entries(plan).items())
-    presence = tuple((d, tuple(b)) for d, b in buckets_by_device(plan).items()) if kind == "masked" else ()
+    by_device = tuple((d, tuple(b)) for d, b in buckets_by_device(plan).items())
+    presence, tables = by_device if kind == "masked" else (), by_device if probes else ()
     names = [f"param_{i}" for i in numbers]
     names += [f"{plan.buckets[index].name}_{name}" for index, name in state]
     names += [] if agreement is None else ["agreement"]
+    names += [f"probes_{i}" for i in range(len(tables))]
     names += [f"hyper_{i}" for i in range(len(hyper))]
     names += [f"grad_{i}" for i in numbers] + [f"presence_{i}" for i in range(len(presence))]
     return InputSpec(
@@ -53,6 +57,7 @@ def input_spec(plan: Plan, kind: str, agreement: str | None) -> InputSpec:
         agreement=agreement,
         hyper=hyper,
         presence=presence,
+        probes=tables,
     )
 
 
@@ -76,6 +81,9 @@ def fake_inputs(plan: Plan, spec: InputSpec, hyper: torch.dtype) -> tuple[Tensor
             shape, dtype = bucket_state_shapes(plan.buckets[index])[name]
             made.append(empty(shape, dtype, plan.buckets[index].device))
         made += [] if spec.agreement is None else [empty((), "bool", spec.agreement)]
+        made += [
+            torch.empty((len(buckets), len(COLUMNS)), dtype=hyper, device=device) for device, buckets in spec.probes
+        ]
         made += [torch.empty(len(entries), dtype=hyper, device=device) for device, entries in spec.hyper]
         made += [empty(bucket.shape, bucket.grad_dtype, bucket.device) for bucket in params]
         for device, buckets in spec.presence:
@@ -91,6 +99,7 @@ def trace_plan(
     groups: Mapping[str, str] | None = None,
     kind: str | None = None,
     stack_traces: bool = False,
+    probes: bool = False,
 ) -> tuple[Plan, TracedStep]:
     """Trace a rank's step of a plan without its parameters: to look at its graph where it could not run.
 
@@ -101,13 +110,14 @@ def trace_plan(
         groups: Name of that rank's process group, by mesh axis that matrices are exchanged over.
         kind: ``"all"`` or ``"masked"``; None: the one that a step with every gradient runs.
         stack_traces: Keep with every node the lines that emitted it.
+        probes: With the probes.
 
     Returns:
         The plan as the rank runs it, and the traced step.
     """
     local, places = rank_plan(plan, rank, groups or {})
     agreement = local.buckets[0].device if places else None
-    spec = input_spec(local, kind or ("masked" if places else "all"), agreement)
+    spec = input_spec(local, kind or ("masked" if places else "all"), agreement, probes)
     inputs = fake_inputs(local, spec, hyper_dtype(backend))
     return local, trace_for(backend, local, spec, inputs, run_step, places, stack_traces=stack_traces)
 

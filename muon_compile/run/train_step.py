@@ -21,6 +21,7 @@ from muon_compile.config import CompileConfig
 from muon_compile.lower.backends import check_backend
 from muon_compile.lower.train import TRAIN_BACKENDS, trace_update, train_compiler
 from muon_compile.plan.plan import Plan
+from muon_compile.run.autocast import own_dtypes
 from muon_compile.run.binding import Binding
 from muon_compile.run.compiled_step import CompiledStep, compile_step
 from muon_compile.run.inputs import fake_inputs
@@ -92,7 +93,7 @@ class TrainStep:
         others = dict(self._loss.named_buffers())
         compiled = len(self.graphs)
         try:
-            with self.step.own_dtypes():
+            with own_dtypes(self.step.optimizers):
                 loss = ready.call(binding.static_inputs, ready.presence, others, args, dict(kwargs))
         except BaseException as error:
             if len(self.graphs) == compiled and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
@@ -129,7 +130,7 @@ class TrainStep:
         kind = "masked" if binding.places or not all(present) else "all"
         spec = binding.input_spec(kind)
         hyper = binding.hyper.tensors[0].dtype
-        with self.step.own_dtypes():
+        with own_dtypes(self.step.optimizers):
             update = trace_update(plan, spec, fake_inputs(plan, spec, hyper), run_step, binding.places)
         presence = tuple(binding.presence(present)) if kind == "masked" else ()
         train = self._function(names, [i for i, p in enumerate(present) if p], written, update.graph, settings[:2])
