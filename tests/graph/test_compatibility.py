@@ -1,0 +1,359 @@
+"""What training loops do around the step: the same bits as on stock, and no compile that was not needed.
+
+Every test is a row of docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.amp import GradScaler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import muon_compile as mc
+from tests.graph.twins import EXACT, assert_equal, values
+
+# What a loop leaves behind beside its parameters, to be compared as well.
+Loop = Callable[[nn.Module, Optimizer], Sequence[Tensor]]
+STEPS = range(5)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = (12, 16, 16, 12)
+    linear = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(linear[0], nn.Tanh(), linear[1], nn.Tanh(), linear[2])
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Callable[[Tensor], Tensor], seed: int) -> Tensor:
+    return (model(batch(seed)) - batch(seed).flip(1)).square().mean()
+
+
+def optimizer_of(kind: str, params: Any) -> tuple[Optimizer, mc.CompiledStep | None]:
+    if kind == "own":
+        own = mc.Muon(params, lr=0.05, backend="aot_eager", compile_config=EXACT)
+        return own, own.compiled
+    optimizer = torch.optim.Muon(params, lr=0.05)
+    return optimizer, mc.compile_step(optimizer, backend="aot_eager", config=EXACT) if kind == "wrapped" else None
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    return [t for group in optimizer.param_groups for p in group["params"] for t in optimizer.state[p].values()]
+
+
+def compare(
+    loop: Loop, *, make: Callable[[], nn.Module] = layers, compiles: int = 1, recompiles: int = 0, state: bool = True
+) -> None:
+    """Run a loop on stock, on stock that is wrapped and on our own optimizer: equal bits, and as many compiles."""
+    found: dict[str, list[Tensor]] = {}
+    for kind in ("stock", "wrapped", "own"):
+        model = make()
+        start = values(list(model.parameters()))
+        optimizer, step = optimizer_of(kind, model.parameters())
+        left = loop(model, optimizer)
+        # Stock has no momentum for a parameter that never had a gradient; ours has zeros.
+        found[kind] = values([*model.parameters(), *left, *(state_of(optimizer) if state else ())])
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+        if step is not None:
+            assert (step.stats.compiles, step.stats.recompiles) == (compiles, recompiles), kind
+    for kind in ("wrapped", "own"):
+        assert_equal(found[kind], found["stock"])
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_accumulation() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        for number in STEPS:
+            for micro in range(3):
+                (loss_of(model, 10 * number + micro) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return ()
+
+    compare(loop)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale: bool) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        scales = []
+        for number in STEPS:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, number)).backward()
+            if number == 2:
+                grad = next(model.parameters()).grad
+                assert grad is not None
+                grad.view(-1)[3] = math.inf
+            before = values([*model.parameters(), *state_of(optimizer)])
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            same = [
+                torch.equal(a, b) for a, b in zip(before, [*model.parameters(), *state_of(optimizer)], strict=False)
+            ]
+            assert all(same) if number == 2 else not any(same)
+            scales.append(torch.tensor(scaler.get_scale()))
+        return scales
+
+    compare(loop)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_gradients(foreach: bool) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        norms = []
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach))
+            optimizer.step()
+        assert all(norm > 0.05 for norm in norms)
+        return norms
+
+    compare(loop)
+
+
+def test_zero_grad_keeping_the_gradients() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        for number in STEPS:
+            optimizer.zero_grad(set_to_none=False)
+            (loss_of(model, number) if number != 3 else loss_of(lambda x: model[0](x)[:, :12], number)).backward()  # type: ignore[index]
+            optimizer.step()
+        return ()
+
+    compare(loop)
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        assert isinstance(model, nn.Sequential)
+
+        def forward(x: Tensor) -> Tensor:
+            x.requires_grad_()
+            middle = checkpoint(model[:4], x, use_reentrant=reentrant)
+            assert isinstance(middle, Tensor)
+            return model[4](middle)  # type: ignore[no-any-return]
+
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss_of(forward, number).backward()
+            optimizer.step()
+        return ()
+
+    compare(loop)
+
+
+def test_compiled_models() -> None:
+    compiled_models = CompileCounterWithBackend("aot_eager")
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        torch._dynamo.reset()
+        compiled_models.frame_count = 0
+        forward = torch.compile(model, backend=compiled_models, fullgraph=True)
+        losses = []
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss = loss_of(forward, number)
+            loss.backward()
+            optimizer.step()
+            # The compiled model reads what the step wrote.
+            assert torch.equal(loss_of(forward, 0).detach(), loss_of(model, 0).detach())
+            losses.append(loss.detach())
+        assert compiled_models.frame_count == 1
+        return losses
+
+    compare(loop)
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = (12, 16, 12, 16, 12)
+    model = nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)])
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_tied_weights() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        assert isinstance(model, nn.Sequential)
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        assert model[2].weight is model[0].weight
+        return ()
+
+    compare(loop, make=tied)
+
+
+@pytest.mark.parametrize("around", ["forward", "everything"])
+def test_autocast(around: str) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        for number in STEPS:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, number)
+                if around == "everything":
+                    loss.backward()
+                    optimizer.step()
+            if around == "forward":
+                loss.backward()
+                optimizer.step()
+        return ()
+
+    compare(loop)
+
+
+# -- parameters that change -----------------------------------------------------------------------------------------
+
+
+def test_frozen_and_unfrozen_parameters() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        first, last = list(model.parameters())[::2]
+        last.requires_grad_(False)  # from the start
+        for number in range(8):
+            first.requires_grad_(number not in (2, 3, 6))
+            last.requires_grad_(number >= 4)
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            before = first.detach().clone(), last.detach().clone()
+            optimizer.step()
+            assert torch.equal(first, before[0]) is not first.requires_grad
+            assert torch.equal(last, before[1]) is not last.requires_grad
+        return ()
+
+    # One graph for all gradients, one for every pattern of missing ones.
+    compare(loop, compiles=2)
+
+
+def test_a_group_added_in_mid_run() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        torch.manual_seed(1)
+        head = nn.Linear(12, 12, bias=False)
+        for number in STEPS:
+            if number == 2:
+                optimizer.add_param_group({"params": head.parameters(), "lr": 0.2})
+            optimizer.zero_grad()
+            head.zero_grad()
+            loss_of(lambda x: head(model(x)), number).backward()
+            optimizer.step()
+        return list(head.parameters())
+
+    compare(loop, compiles=2, recompiles=1)
+
+
+# -- around the optimizer -------------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=8),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[2]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_lr_schedulers(name: str) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        scheduler = SCHEDULERS[name](optimizer)
+        rates = []
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(*([loss.detach()] if name == "ReduceLROnPlateau" else []))
+            rates.append(torch.tensor(optimizer.param_groups[0]["lr"]))
+        assert len(set(map(float, rates))) > 1
+        return rates
+
+    compare(loop)
+
+
+def test_ema_of_the_weights() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for number in STEPS:
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        assert not any(torch.equal(p, q) for p, q in zip(average.module.parameters(), model.parameters(), strict=True))
+        return list(average.module.parameters())
+
+    compare(loop)
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+@contextmanager
+def left_alone(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    before = values([*model.parameters(), *state_of(optimizer)])
+    yield
+    assert_equal([*model.parameters(), *state_of(optimizer)], before)
+
+
+def copied_by(duplicate: Callable[[Any], Any]) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        train(model, optimizer, range(2))
+        twin, twin_optimizer = duplicate((model, optimizer))
+        assert type(twin_optimizer) is type(optimizer)
+        if isinstance(optimizer, torch.optim.Muon):
+            assert "step" not in twin_optimizer.__dict__  # stock, to be wrapped anew
+        with left_alone(model, optimizer):
+            train(twin, twin_optimizer, range(2, 4))
+        with left_alone(twin, twin_optimizer):
+            train(model, optimizer, range(2, 4))
+        assert_equal(list(twin.parameters()), list(model.parameters()))
+        if isinstance(optimizer, torch.optim.Muon):
+            step = mc.compile_step(twin_optimizer, backend="aot_eager", config=EXACT)
+            train(twin, twin_optimizer, range(4, 6))
+            assert step.stats.steps == 2
+        else:
+            train(twin, twin_optimizer, range(4, 6))
+        return [*twin.parameters(), *state_of(twin_optimizer)]
+
+    compare(loop)
+
+
+def train(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+
+def test_deepcopy() -> None:
+    copied_by(copy.deepcopy)
+
+
+def test_pickling() -> None:
+    copied_by(pickled)
