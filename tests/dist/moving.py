@@ -29,6 +29,8 @@ SHAPES = {
     "idle_vector": (5,),
 }
 SAVED_AFTER, WAKES, STEPS = 3, 6, 13
+# "flat": one entry per parameter and number, which needs no equal groups; what torchtitan saves.
+OPTIONS = {"flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -61,9 +63,12 @@ def go(model: Model, optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def live(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def live(model: Model, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
     """What a distributed checkpoint holds."""
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
 
 
 def finished(model: Model, step: mc.CompiledStep, params: dict[str, Tensor], momenta: dict[str, Tensor]) -> Run:
@@ -88,8 +93,10 @@ def save_and_go_on(rank: int, job: Job, way: str, folder: str) -> Run:
     go(model, optimizer, range(SAVED_AFTER))
     params, momenta = params_of(model), momenta_of(model, optimizer)
     writing = None
-    if way == "dcp":
-        dcp.save(live(model, optimizer), checkpoint_id=folder)
+    if way in ("dcp", "flat"):
+        dcp.save(live(model, optimizer, OPTIONS.get(way)), checkpoint_id=folder)
+    elif way == "shards":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, Path(folder) / f"{rank}.pt")
     elif way == "async":
         # A group of its own: the writing thread's collectives must not meet the step's.
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -121,11 +128,15 @@ def resume(rank: int, job: Job, way: str, folder: str, started: bool = False) ->
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, whole["model"], options=options)
         set_optimizer_state_dict(model, optimizer, whole["optimizer"], options=options)
+    elif way == "shards":
+        own = torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
     else:
-        into = live(model, optimizer)
+        into = live(model, optimizer, OPTIONS.get(way))
         dcp.load(into, checkpoint_id=folder)
         set_model_state_dict(model, into["model"])
-        set_optimizer_state_dict(model, optimizer, into["optimizer"])
+        set_optimizer_state_dict(model, optimizer, into["optimizer"], options=OPTIONS.get(way))
     params, momenta = params_of(model), momenta_of(model, optimizer)
     go(model, optimizer, range(SAVED_AFTER, STEPS))
     return finished(model, step, params, momenta)

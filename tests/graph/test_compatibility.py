@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -248,6 +249,26 @@ def test_frozen_and_unfrozen_parameters() -> None:
 
     # One graph for all gradients, one for every pattern of missing ones.
     compare(loop, compiles=2)
+
+
+def test_frozen_parameters_in_a_distributed_checkpoint() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
+        train(model, optimizer, range(2))
+        first = next(model.parameters())
+        first.requires_grad_(False)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        kept = copy.deepcopy(optimizer.state_dict())
+        set_optimizer_state_dict(model, optimizer, saved)
+        lost = optimizer.state[first].get("momentum_buffer", torch.zeros(()))
+        assert lost.norm() == 0
+        optimizer.load_state_dict(kept)
+        assert optimizer.state[first]["momentum_buffer"].norm() > 0
+        set_optimizer_state_dict(model, optimizer, saved)
+        first.requires_grad_(True)
+        train(model, optimizer, range(2, 4))
+        return ()
+
+    compare(loop)
 
 
 def test_a_group_added_in_mid_run() -> None:
