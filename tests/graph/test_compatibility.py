@@ -24,58 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import muon_compile as mc
+from tests.graph.loops import STEPS, compare, loss_of, state_of, train
 from tests.graph.twins import EXACT, assert_equal, values
-
-# What a loop leaves behind beside its parameters, to be compared as well.
-Loop = Callable[[nn.Module, Optimizer], Sequence[Tensor]]
-STEPS = range(5)
-
-
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = (12, 16, 16, 12)
-    linear = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)]
-    return nn.Sequential(linear[0], nn.Tanh(), linear[1], nn.Tanh(), linear[2])
-
-
-def batch(seed: int) -> Tensor:
-    return torch.randn(4, 12, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model: Callable[[Tensor], Tensor], seed: int) -> Tensor:
-    return (model(batch(seed)) - batch(seed).flip(1)).square().mean()
-
-
-def optimizer_of(kind: str, params: Any) -> tuple[Optimizer, mc.CompiledStep | None]:
-    if kind == "own":
-        own = mc.Muon(params, lr=0.05, backend="aot_eager", compile_config=EXACT)
-        return own, own.compiled
-    optimizer = torch.optim.Muon(params, lr=0.05)
-    return optimizer, mc.compile_step(optimizer, backend="aot_eager", config=EXACT) if kind == "wrapped" else None
-
-
-def state_of(optimizer: Optimizer) -> list[Tensor]:
-    return [t for group in optimizer.param_groups for p in group["params"] for t in optimizer.state[p].values()]
-
-
-def compare(
-    loop: Loop, *, make: Callable[[], nn.Module] = layers, compiles: int = 1, recompiles: int = 0, state: bool = True
-) -> None:
-    """Run a loop on stock, on stock that is wrapped and on our own optimizer: equal bits, and as many compiles."""
-    found: dict[str, list[Tensor]] = {}
-    for kind in ("stock", "wrapped", "own"):
-        model = make()
-        start = values(list(model.parameters()))
-        optimizer, step = optimizer_of(kind, model.parameters())
-        left = loop(model, optimizer)
-        # Stock has no momentum for a parameter that never had a gradient; ours has zeros.
-        found[kind] = values([*model.parameters(), *left, *(state_of(optimizer) if state else ())])
-        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
-        if step is not None:
-            assert (step.stats.compiles, step.stats.recompiles) == (compiles, recompiles), kind
-    for kind in ("wrapped", "own"):
-        assert_equal(found[kind], found["stock"])
-
 
 # -- gradients ------------------------------------------------------------------------------------------------------
 
@@ -159,10 +109,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
             assert isinstance(middle, Tensor)
             return model[4](middle)  # type: ignore[no-any-return]
 
-        for number in STEPS:
-            optimizer.zero_grad()
-            loss_of(forward, number).backward()
-            optimizer.step()
+        train(forward, optimizer, STEPS)
         return ()
 
     compare(loop)
@@ -201,10 +148,7 @@ def tied() -> nn.Module:
 def test_tied_weights() -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
         assert isinstance(model, nn.Sequential)
-        for number in STEPS:
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
+        train(model, optimizer, STEPS)
         assert model[2].weight is model[0].weight
         return ()
 
@@ -321,9 +265,7 @@ def test_ema_of_the_weights() -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> Sequence[Tensor]:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         for number in STEPS:
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
+            train(model, optimizer, range(number, number + 1))
             average.update_parameters(model)
         assert not any(torch.equal(p, q) for p, q in zip(average.module.parameters(), model.parameters(), strict=True))
         return list(average.module.parameters())
@@ -355,21 +297,11 @@ def copied_by(duplicate: Callable[[Any], Any]) -> None:
             train(model, optimizer, range(2, 4))
         assert_equal(list(twin.parameters()), list(model.parameters()))
         if isinstance(optimizer, torch.optim.Muon):
-            step = mc.compile_step(twin_optimizer, backend="aot_eager", config=EXACT)
-            train(twin, twin_optimizer, range(4, 6))
-            assert step.stats.steps == 2
-        else:
-            train(twin, twin_optimizer, range(4, 6))
+            mc.compile_step(twin_optimizer, backend="aot_eager", config=EXACT)
+        train(twin, twin_optimizer, range(4, 6))
         return [*twin.parameters(), *state_of(twin_optimizer)]
 
     compare(loop)
-
-
-def train(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        optimizer.step()
 
 
 def test_deepcopy() -> None:
