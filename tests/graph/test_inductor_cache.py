@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +70,43 @@ def test_a_failure_of_inductor_is_said_in_words(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(inductor, "_inner", fails)
     with pytest.raises(mc.CompileError, match=r"KeyError: 'buf7'(.|\n)*backend='aot_eager'"):
         compile_once()
+
+
+RESUMED = """
+import sys
+from pathlib import Path
+import torch
+import muon_compile as mc
+
+file = Path(sys.argv[1])
+torch.manual_seed(0 if file.exists() else 1)
+model = torch.nn.Linear(12, 8, bias=False)
+optimizer = mc.Muon(model.parameters(), lr=0.1)
+if file.exists():
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+for number in range(2):
+    model.weight.grad = torch.full_like(model.weight, number + 1.0)
+    optimizer.step()
+    # Loading into a live run compiles nothing.
+    optimizer.load_state_dict(optimizer.state_dict())
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+stats = optimizer.compiled.stats
+print(stats.compiles, stats.recompiles, stats.cached)
+"""
+
+
+def test_a_process_that_resumes_compiles_from_the_disk(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", RESUMED, str(tmp_path / "saved.pt")],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert said == ["1 0 0\n", "1 0 1\n"]
