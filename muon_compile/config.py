@@ -254,6 +254,10 @@ class CompileConfig:
             ``backend="torchair"``: ``{"experimental_config.frozen_parameter": True}``.
         probes: The step also leaves a few sums per bucket on its device, for ``CompiledStep.probes()``: how orthogonal
             the updates are, and how large they, the weights and the momenta. Without it the graph has none of that.
+        clip_grad_norm: Scale all gradients of the step so that their norm together is at most this, as
+            ``torch.nn.utils.clip_grad_norm_`` does before a step; ``.grad`` itself stays as it is. None: leave them.
+        nonfinite: What a NaN or an infinity in any gradient does: ``"allow"`` lets it through, as stock does;
+            ``"skip"`` leaves everything as it was, on all ranks; ``"raise"`` also says so, at the time of ``check``.
         keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not
             page-faulted anew every time. The setting is process-wide; it is made when a step is wrapped, and logged.
 
@@ -273,6 +277,8 @@ class CompileConfig:
     cuda_graphs: bool = True
     torchair_options: Mapping[str, Any] = field(default_factory=dict)
     probes: bool = False
+    clip_grad_norm: float | None = None
+    nonfinite: Literal["allow", "skip", "raise"] = "allow"
     keep_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -292,5 +298,8 @@ class CompileConfig:
         for name in ("inductor_options", "torchair_options"):
             value = getattr(self, name)
             _expect(me, name, value, "a mapping", isinstance(value, Mapping))
+        ok = self.clip_grad_norm is None or (_is_finite(self.clip_grad_norm) and float(self.clip_grad_norm) > 0)
+        _expect(me, "clip_grad_norm", self.clip_grad_norm, "a finite number > 0, or None", ok)
+        _choice(me, "nonfinite", self.nonfinite, ("allow", "skip", "raise"))
         ok = _is_positive_int(self.max_temp_bytes)
         _expect(me, "max_temp_bytes", self.max_temp_bytes, "a positive number of bytes", ok)

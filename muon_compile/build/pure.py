@@ -14,6 +14,7 @@ from muon_compile.plan.exchange import Place
 from muon_compile.plan.localize import localize
 from muon_compile.plan.marks import Phase
 from muon_compile.plan.plan import Bucket, Plan, Stretch
+from muon_compile.plan.sharding import shard_axis
 from muon_compile.plan.strategies import NODE, PEERS
 from muon_compile.spec import Algorithm
 
@@ -116,6 +117,15 @@ class _PureBoundary:
         for index, old, row, factor in zip(bucket.params, olds, delta.unbind(0), decays, strict=True):
             self._params.setdefault(index, []).append((old * factor.to(row.dtype) + row).to(old.dtype))
 
+    def grad_squares(self, part: Stretch) -> Tensor:
+        """Sum of the squares of the part's gradients."""
+        grads = torch.stack(part.of_params(self.grads))
+        return (wide := grads.to(torch.promote_types(grads.dtype, torch.float32))).mul(wide).sum()
+
+    def taken(self, finite: Tensor) -> None:
+        """Keep whether all gradients were finite."""
+        self.finite = finite
+
     def observe(self, sums: Mapping[int, Tensor]) -> None:
         """Nothing: the pure form returns parameters and state alone."""
 
@@ -188,11 +198,12 @@ def rank_places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, P
         ValueError: A group is missing, or one is given for an axis that nothing is exchanged over.
     """
     shared = [(i, part.exchange, plan.buckets[part.bucket].layout) for i, part in enumerate(plan.parts)]
-    stands = {i: (exchange, layout) for i, exchange, layout in shared if exchange is not None and layout is not None}
+    stands = {i: (e, layout) for i, e, layout in shared if layout is not None and (e is not None or plan.guarded)}
     axes: set[str] = set()
     for exchange, layout in stands.values():
-        axes |= {axis for axis in (exchange.shard_axis, layout.replica_axis) if axis is not None}
-        axes |= {f"{exchange.shard_axis}{within}" for within in (NODE, PEERS) if exchange.node_size}
+        axes |= {axis for axis in (shard_axis(plan, exchange, layout), layout.replica_axis) if axis is not None}
+        if exchange is not None and exchange.node_size:
+            axes |= {f"{exchange.shard_axis}{within}" for within in (NODE, PEERS)}
     if axes != set(groups):
         raise ValueError(
             f"build_step: groups: expected the name of a process group for every axis of {sorted(axes)} (those that "
@@ -200,7 +211,7 @@ def rank_places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, P
         )
     places = {}
     for index, (exchange, layout) in stands.items():
-        at, shard, replica = layout.mesh.coordinates(rank), exchange.shard_axis, layout.replica_axis
+        at, shard, replica = layout.mesh.coordinates(rank), shard_axis(plan, exchange, layout), layout.replica_axis
         places[index] = Place(
             shard_rank=at[shard] if shard else 0,
             shard_group=groups[shard] if shard else "",

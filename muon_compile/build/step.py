@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muon_compile.build.adamw import adamw_update
+from muon_compile.build.guard import Guard, look_at_gradients
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
@@ -50,6 +51,12 @@ class Boundary(Protocol):
 
     def report(self, agreed: Tensor) -> None:
         """Keep the 0-d bool that says whether the ranks agreed on which gradients are there."""
+
+    def grad_squares(self, part: Stretch) -> Tensor:
+        """Sum of the squares of the part's gradients, 0-d."""
+
+    def taken(self, finite: Tensor) -> None:
+        """Count the step as skipped where the 0-d bool is False."""
 
     def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
         """The parts ``done`` are through; nothing of those ``coming`` may begin before that."""
@@ -95,19 +102,25 @@ def run_step(
             exchanges always takes it: ranks agree on it first, and where they do not nothing changes anywhere.
         places: Where this rank stands, for every part with an exchange.
     """
-    if any(part.exchange is not None for part in plan.parts):
+    if plan.exchanges:
         assert presence is not None and places is not None
         agreeing = {bucket for _, buckets in plan.agreements() for bucket in buckets}
         boundary.working_on("agree", [i for i, part in enumerate(plan.parts) if part.bucket in agreeing])
         presence, agreed = agree_on_presence(plan, presence, places)
         boundary.report(agreed)
+    guard: Guard | None = None
+    if plan.guarded:
+        boundary.working_on("agree", range(len(plan.parts)))
+        guard, presence = look_at_gradients(plan, boundary.grad_squares, presence, places or {})
+        if guard.finite is not None:
+            boundary.taken(guard.finite)
     tally = Tally(plan) if boundary.probing else None
     for index, wave in enumerate(plan.waves):
         if index:
             boundary.working_on("update", plan.waves[index - 1].parts)
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
-        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}), tally)
+        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}, guard), tally)
     if tally is not None:
         boundary.working_on("update", range(len(plan.parts)))
         boundary.observe(tally.table())
@@ -119,10 +132,11 @@ class _Given(NamedTuple):
     hyper: Hyper
     presence: Sequence[Tensor] | None
     places: Mapping[int, Place]
+    guard: Guard | None
 
 
 def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, tally: Tally | None) -> None:
-    hyper, presence, places = given
+    hyper, presence, places, _ = given
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
     boundary.working_on("momentum", wave.parts)
@@ -131,9 +145,9 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, tally: 
     for index, part in parts.items():
         boundary.working_on("momentum", (index,))
         if part.bucket.algorithm == "muon":
-            views[index], squares = _muon_direction(plan, part, boundary, hyper, masks[index])
+            views[index], squares = _muon_direction(plan, part, boundary, given, masks[index])
         else:
-            updates[index], squares = _adamw(part, boundary, hyper, masks[index]), None
+            updates[index], squares = _adamw(part, boundary, given, masks[index]), None
         if tally is not None:
             if squares is None:
                 squares = row_squares(boundary.load(part)[_FIRST_MOMENT[part.bucket.algorithm]])
@@ -199,19 +213,20 @@ def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Bo
 
 
 def _muon_direction(
-    plan: Plan, part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None
+    plan: Plan, part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The directions as matrices; and the new momentum's sums of squares, where they came along."""
     bucket = part.bucket
     config, view = bucket.config, bucket.view
     assert isinstance(config, MuonConfig) and view is not None
-    mu = _column(hyper, bucket, "momentum")
+    mu = _column(given.hyper, bucket, "momentum")
     # Rounded before the store, so that a backend reads momentum and gradient once for both.
     rounded = config.eps != "relative" and config.ns_dtype != "float16"
     dtype: torch.dtype | None = getattr(torch, config.ns_dtype) if rounded else None
-    made = None if plan.exact else boundary.momentum(part, mu, mask, dtype)
+    # The kernel takes gradients as they are.
+    made = None if plan.exact or plan.clip_grad_norm is not None else boundary.momentum(part, mu, mask, dtype)
     if made is None:
-        grad, old = boundary.pack(part), boundary.load(part)["momentum_buffer"]
+        grad, old = _gradients(part, boundary, given.guard), boundary.load(part)["momentum_buffer"]
         form = exact_direction if plan.exact else direction
         new, update = form(grad, old, _columns(mu, grad), config, None if mask is None else _columns(mask, grad))
         update = update if dtype is None else update.to(dtype)
@@ -220,11 +235,16 @@ def _muon_direction(
     return made[0].reshape(bucket.size * view.stacks, view.rows, view.cols), made[1]
 
 
-def _adamw(part: Stretch, boundary: Boundary, hyper: Hyper, mask: Tensor | None) -> Tensor:
+def _gradients(part: Stretch, boundary: Boundary, guard: Guard | None) -> Tensor:
+    grad = boundary.pack(part)
+    return grad if guard is None else guard.of(grad)
+
+
+def _adamw(part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None) -> Tensor:
     config = part.bucket.config
     assert isinstance(config, AdamWConfig)
-    grad, state = boundary.pack(part), boundary.load(part)
-    values = {name: _column(hyper, part.bucket, name) for name in ("lr", "beta1", "beta2")}
+    grad, state = _gradients(part, boundary, given.guard), boundary.load(part)
+    values = {name: _column(given.hyper, part.bucket, name) for name in ("lr", "beta1", "beta2")}
     new, update = adamw_update(grad, state, values, config, mask)
     for name, value in new.items():
         boundary.store(part, name, value)

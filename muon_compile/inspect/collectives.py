@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.plan import Plan
-from muon_compile.plan.sharding import Promise, promises
+from muon_compile.plan.sharding import Promise, promises, shard_axis
 from muon_compile.plan.strategies import NODE, PEERS
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def _groups(plan: Plan, places: Mapping[int, Place]) -> dict[str, tuple[str, str
     for index, place in places.items():
         part = plan.parts[index]
         layout, exchange = plan.buckets[part.bucket].layout, part.exchange
-        assert layout is not None and exchange is not None
-        shard = exchange.shard_axis or ""
+        assert layout is not None
+        shard = shard_axis(plan, exchange, layout) or ""
         found |= {
             place.shard_group: (shard, "shard"),
             place.replica_group: (layout.replica_axis or "", "replica"),

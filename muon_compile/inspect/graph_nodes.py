@@ -84,6 +84,8 @@ def _input_buckets(plan: Plan, spec: InputSpec) -> dict[str, set[int]]:
     each = [{of_param[i]} for i in range(spec.num_params)]
     everywhere = set(range(len(plan.buckets)))
     found = [*each, *({index} for index, _ in spec.state), *([everywhere] if spec.agreement is not None else [])]
+    found += [everywhere] if spec.skipped is not None else []
+    found += [set(buckets) for _, buckets in spec.probes]
     for _, entries in spec.hyper:
         groups = {group for group, _ in entries}
         found.append({i for i, bucket in enumerate(plan.buckets) if groups & set(bucket.groups)})
@@ -144,6 +146,11 @@ def _about_inputs(plan: Plan, spec: InputSpec) -> Iterator[str]:
         yield f"# presence_{number}, on {device}: whether there is a gradient, by the rows of {each}"
     if spec.agreement is not None:
         yield f"# agreement, on {spec.agreement}: whether the ranks agreed on that"
+    if spec.skipped is not None:
+        yield f"# skipped, on {spec.skipped}: steps skipped for a gradient that is not finite"
+    for number, (device, buckets) in enumerate(spec.probes):
+        each = ", ".join(plan.buckets[i].name for i in buckets)
+        yield f"# probes_{number}, on {device}: what the step was like, by the rows of {each}"
 
 
 def describe_mark(plan: Plan, mark: Mark) -> str:

@@ -29,6 +29,10 @@ class PlainBoundary(InPlaceBoundary):
         """The part's gradients, stacked."""
         return _stacked(part.of_params(self.grads))
 
+    def grad_squares(self, part: Stretch) -> Tensor:
+        """Sum of the squares of the part's gradients."""
+        return _row_squares(self.pack(part)).sum()
+
     def store(self, part: Stretch, name: str, value: Tensor) -> None:
         """Keep a new state tensor."""
         state = part.of_state(self.state[part.whole.name][name])

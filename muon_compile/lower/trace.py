@@ -33,7 +33,8 @@ RunStep = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Order of the graph's flat inputs: parameters, state, agreement, probes, hyperparameters, gradients, presence.
+    """Order of the graph's flat inputs: parameters, state, agreement, skipped, probes, hyperparameters, gradients,
+    presence.
 
     Args:
         names: One name per input, for people and for the generated code.
@@ -43,6 +44,7 @@ class InputSpec:
         hyper: Device and ``(group, name)`` entries of every hyperparameter input, a float64 vector (float32 on backends
             that have no float64).
         presence: Device and bucket indices of every presence input, a bool vector; empty where all gradients are there.
+        skipped: Device of the 0-d int32 that counts steps skipped for a gradient that is not finite; None: none is.
         probes: Device and bucket indices of every table that the step leaves its probes' sums in, a row per bucket;
             empty where nobody asked for them.
     """
@@ -54,6 +56,7 @@ class InputSpec:
     hyper: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
     presence: tuple[tuple[str, tuple[int, ...]], ...]
     probes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    skipped: str | None = None
 
     @property
     def num_static(self) -> int:
@@ -63,7 +66,8 @@ class InputSpec:
     @property
     def num_written(self) -> int:
         """Leading inputs that the step writes."""
-        return self.num_params + len(self.state) + (self.agreement is not None) + len(self.probes)
+        told = (self.agreement is not None) + (self.skipped is not None) + len(self.probes)
+        return self.num_params + len(self.state) + told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,7 @@ class InPlaceBoundary:
         self._marker = marker
         # Set by ``probe_into``: tables of sums, and whose rows they have.
         self._tables: list[tuple[Tensor, tuple[int, ...]]] = []
+        self._skipped: Tensor | None = None
         self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
@@ -125,6 +130,19 @@ class InPlaceBoundary:
     def probing(self) -> bool:
         """Whether there is a table for the probes' sums."""
         return bool(self._tables)
+
+    def count_skips_in(self, skipped: Tensor | None) -> None:
+        """Where to count skipped steps."""
+        self._skipped = skipped
+
+    def taken(self, finite: Tensor) -> None:
+        """Count the step where it was skipped."""
+        if self._skipped is not None:
+            self._skipped.copy_(self._skipped + torch.where(finite, 0, 1).to(torch.int32))
+
+    def grad_squares(self, part: Stretch) -> Tensor:
+        """Sum of the squares of the part's gradients."""
+        return list_squares(part.of_params(self.grads)).sum()
 
     def probe_into(self, tables: Sequence[Tensor], buckets: Sequence[tuple[int, ...]]) -> None:
         """Ask for the probes' sums: a table per device, with a row for each of its buckets."""
@@ -218,6 +236,7 @@ def flat_step(
         params = take(spec.num_params)
         state = dict(zip(spec.state, take(len(spec.state)), strict=True))
         agreement = take(1)[0] if spec.agreement is not None else None
+        skipped = take(1)[0] if spec.skipped is not None else None
         tables = take(len(spec.probes))
         hyper: list[dict[str, Tensor]] = [{} for _ in range(plan.num_groups)]
         for (_, entries), vector in zip(spec.hyper, take(num_hyper), strict=True):
@@ -230,6 +249,7 @@ def flat_step(
             masks.update(zip(buckets, parts, strict=True))
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
         edge = boundary(plan, params, grads, state, agreement, marker)
+        edge.count_skips_in(skipped)
         edge.probe_into(tables, [buckets for _, buckets in spec.probes])
         run_step(plan, edge, hyper, presence, places)
         if marker is not None:

@@ -15,10 +15,10 @@ class Mark:
     """What the builder was about when it made a node.
 
     Args:
-        phase: ``"inputs"``: taking the graph's inputs apart; ``"agree"``: on which gradients are there; ``"momentum"``:
-            gradients to directions, and AdamW's moments; ``"send"``: directions on their way to whoever orthogonalizes
-            them; ``"orthogonalize"``: all of Newton-Schulz, Grams too; ``"return"``: results on their way back;
-            ``"update"``: decay and the new parameters.
+        phase: ``"inputs"``: taking the graph's inputs apart; ``"agree"``: on which gradients are there, on their norm
+            and on whether they are finite; ``"momentum"``: gradients to directions, and AdamW's moments; ``"send"``:
+            directions on their way to whoever orthogonalizes them; ``"orthogonalize"``: all of Newton-Schulz, Grams
+            too; ``"return"``: results on their way back; ``"update"``: decay and the new parameters.
         parts: Indices into ``Plan.parts``; empty for ``"inputs"``.
         batch: Index into ``Plan.batches``, where the node is one batch's.
     """

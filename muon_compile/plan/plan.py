@@ -208,6 +208,23 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormSum:
+    """One sum over ranks that a guarded step needs before it begins.
+
+    Args:
+        mesh: The mesh.
+        axis: Its axis that is summed over.
+        sharded: Whether the axis cuts the buckets, so that squares add up; else their copies only agree.
+        buckets: Indices into ``Plan.buckets``.
+    """
+
+    mesh: MeshSpec
+    axis: str
+    sharded: bool
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that decides the graph, as plain data: equal plans build equal graphs.
 
@@ -223,6 +240,8 @@ class Plan:
         strategy: The strategy of every bucket that names none of its own.
         exact: Stock operator order and roundings.
         native: The passes over gradients, momentum and parameters on the CPU are this library's kernels.
+        clip_grad_norm: What all gradients' norm is clipped to; None: it is not.
+        skip_nonfinite: A NaN or an infinity in any gradient leaves everything as it was, on all ranks.
         version: Format of the plan.
     """
 
@@ -237,6 +256,8 @@ class Plan:
     strategy: str = "local"
     exact: bool = False
     native: bool = False
+    clip_grad_norm: float | None = None
+    skip_nonfinite: bool = False
     version: int = PLAN_VERSION
 
     @property
@@ -276,6 +297,33 @@ class Plan:
                 key = (key[0], ((replica, key[0].size(replica), False),))
             found.setdefault(key, []).append(index)
         return [(axes, tuple(buckets)) for (_, axes), buckets in found.items()]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether matrices are exchanged among ranks, which then agree on gradients first."""
+        return any(part.exchange is not None for part in self.parts)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a step looks at all gradients before it begins."""
+        return self.clip_grad_norm is not None or self.skip_nonfinite
+
+    def norm_sums(self) -> list[NormSum]:
+        """What ranks add up before a guarded step, in order: over every axis that cuts gradients, their squares; over
+        every axis, where one that is not finite skips the step, also how many ranks have one."""
+        found: dict[tuple[MeshSpec, str, bool], list[int]] = {}
+        for index, bucket in enumerate(self.buckets if self.guarded else ()):
+            layout = bucket.layout
+            if layout is None:
+                continue
+            axes = [(layout.axis, True)] + ([(layout.replica_axis, False)] if self.skip_nonfinite else [])
+            for axis, sharded in axes:
+                if axis is not None:
+                    found.setdefault((layout.mesh, axis, sharded), []).append(index)
+        return [
+            NormSum(mesh=mesh, axis=axis, sharded=sharded, buckets=tuple(buckets))
+            for (mesh, axis, sharded), buckets in found.items()
+        ]
 
     def stretch(self, index: int) -> Stretch:
         """Part ``index`` with its bucket."""

@@ -34,6 +34,8 @@ def make_plan(
     max_temp_bytes: int = DEFAULT_MAX_TEMP_BYTES,
     max_gather_bytes: int = DEFAULT_MAX_GATHER_BYTES,
     node_size: int | None = None,
+    clip_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
     hardware: Hardware | None = None,
 ) -> Plan:
     """Make the plan of a step. Deterministic: equal arguments give equal plans, on any machine.
@@ -56,6 +58,8 @@ def make_plan(
         max_gather_bytes: The same for what is gathered from other ranks.
         node_size: Consecutive ranks of a shard axis that are a node to ``"hierarchical_all_to_all"``; None: those of
             the network, or as many as leave a rank the fewest peers (``plan.exchange.default_node_size``).
+        clip_grad_norm: What all gradients' norm is clipped to; None: it is not.
+        skip_nonfinite: A NaN or an infinity in any gradient leaves everything as it was, on all ranks.
         hardware: Figures of the machine that will run the plan, for devices of its type; other devices and None take
             a fixed preset.
 
@@ -80,6 +84,17 @@ def make_plan(
     _check_form(ns, exact, [spec.config for spec in resolved if isinstance(spec.config, MuonConfig)] or [default])
     if exact:
         _check_exact(resolved)
+        if clip_grad_norm is not None or skip_nonfinite:
+            raise ValueError(
+                "make_plan: exact=True reproduces torch.optim.Muon, which neither clips nor skips; expected no "
+                "clip_grad_norm and nonfinite='allow'. Clip with torch.nn.utils.clip_grad_norm_ before the step."
+            )
+    devices = sorted({spec.device for spec in resolved})
+    if (clip_grad_norm is not None or skip_nonfinite) and len(devices) > 1:
+        raise ValueError(
+            f"make_plan: clip_grad_norm and nonfinite: expected all parameters on one device, got {devices}; clip "
+            "with torch.nn.utils.clip_grad_norm_ before the step."
+        )
     buckets = _make_buckets(resolved)
     choices = _choose(buckets, ns, exact, hardware)
     rules = Rules(
@@ -104,6 +119,8 @@ def make_plan(
         strategy=strategy,
         exact=exact,
         native=native,
+        clip_grad_norm=clip_grad_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     rankings = rank_strategies(buckets, choices, rules)
     return best_plan(start, rankings, rules)

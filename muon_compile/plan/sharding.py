@@ -26,7 +26,7 @@ from muon_compile.plan.hardware import Hardware, network_of
 from muon_compile.plan.localize import all_blocks, cut_between_stacks, is_flat, needs_exchange
 from muon_compile.plan.marks import Phase
 from muon_compile.plan.network import Group
-from muon_compile.plan.plan import Bucket, FormChoice, Part, Plan, find_choice, resolve_part
+from muon_compile.plan.plan import Bucket, FormChoice, NormSum, Part, Plan, find_choice, resolve_part
 from muon_compile.plan.select import Surroundings, rank_by_time, why_not, with_strategy
 from muon_compile.plan.strategies import (
     flops_by_rank,
@@ -36,7 +36,7 @@ from muon_compile.plan.strategies import (
     phases_before,
     role_of,
 )
-from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec
+from muon_compile.spec import FLOAT_BYTES, CollectiveSpec, MeshSpec, ShardLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,8 +289,13 @@ class Promise:
     buckets: tuple[int, ...]
 
 
+def shard_axis(plan: Plan, exchange: Exchange | None, layout: ShardLayout) -> str | None:
+    """The axis that cuts a part and that its step sends something over: matrices, or where it is guarded sums."""
+    return layout.axis if exchange is None or plan.guarded else exchange.shard_axis
+
+
 def agreement_collectives(plan: Plan) -> list[tuple[CollectiveSpec, MeshSpec]]:
-    """What ranks agree on gradients with, before anything else is sent; each with its mesh."""
+    """What ranks agree on gradients with, and on their norm, before anything else; each with its mesh."""
     return [(promise.spec, _mesh_of(plan.buckets[promise.buckets[0]])) for promise in _agreements(plan)]
 
 
@@ -300,6 +305,15 @@ def _agreements(plan: Plan) -> Iterator[Promise]:
         for axis, _, sharded in axes:
             spec = CollectiveSpec(kind="all_reduce", axis=axis, bytes_per_rank=num_bytes)
             yield Promise(spec=spec, role="shard" if sharded else "replica", phase="agree", buckets=buckets)
+    for total in plan.norm_sums():
+        num_bytes = FLOAT_BYTES["float32"] * norm_numbers(plan, total)
+        spec = CollectiveSpec(kind="all_reduce", axis=total.axis, bytes_per_rank=num_bytes)
+        yield Promise(spec=spec, role="shard" if total.sharded else "replica", phase="agree", buckets=total.buckets)
+
+
+def norm_numbers(plan: Plan, total: NormSum) -> int:
+    """float32 numbers that one of a guarded step's sums is of."""
+    return int(total.sharded) + int(plan.skip_nonfinite)
 
 
 def promises(plan: Plan, places: Mapping[int, Place] | None = None) -> list[Promise]:

@@ -24,7 +24,7 @@ from muon_compile.lower.trace import InputSpec, TracedStep
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.localize import localize
 from muon_compile.plan.plan import Plan
-from muon_compile.plan.sharding import promised_collectives
+from muon_compile.plan.sharding import promised_collectives, shard_axis
 from muon_compile.run.agreement import exchange_outcomes
 from muon_compile.run.hyper import HostVector, HyperVectors
 from muon_compile.run.inputs import buckets_by_device, input_spec
@@ -68,13 +68,18 @@ class Binding:
         self._sharded = any(isinstance(p, DTensor) for p in reading.params)
         # Ranks that exchange matrices agree first on which gradients are there; the graph leaves the outcome here.
         self.agreement: Tensor | None = None
-        if self.places:
+        if self.plan.exchanges:
             self.agreement = torch.ones((), dtype=torch.bool, device=self._params[0].device)
-        agreement = [] if self.agreement is None else [self.agreement]
+        # Steps skipped for a gradient that is not finite; the graph counts them.
+        self.skipped: Tensor | None = None
+        if self.plan.skip_nonfinite:
+            self.skipped = torch.zeros((), dtype=torch.int32, device=self._params[0].device)
+        self.skips_told = 0
+        told = [tensor for tensor in (self.agreement, self.skipped) if tensor is not None]
         self._by_device = buckets_by_device(plan)
         self.probes = ProbeTables(self._by_device, hyper_dtype) if probes else None
         tables = [] if self.probes is None else self.probes.tensors
-        self._static = [*self._params, *(t for _, t in self.state.inputs), *agreement, *tables, *self.hyper.tensors]
+        self._static = [*self._params, *(t for _, t in self.state.inputs), *told, *tables, *self.hyper.tensors]
         self._grad_facts = [
             (p.shape, getattr(torch, s.grad_dtype or s.dtype)) for p, s in zip(self._params, reading.specs, strict=True)
         ]
@@ -88,17 +93,18 @@ class Binding:
         return self.reading.meshes.coordinate(layout.mesh, layout.axis)
 
     def _places(self) -> dict[int, Place]:
-        """Where this rank stands, for every part with an exchange."""
+        """Where this rank stands, for every part with an exchange; of a guarded step, for every part on a mesh."""
         places: dict[int, Place] = {}
         meshes = self.reading.meshes
         for index, part in enumerate(self.plan.parts):
             layout, exchange = self.plan.buckets[part.bucket].layout, part.exchange
-            if exchange is None:
+            if layout is None or (exchange is None and not self.plan.guarded):
                 continue
-            assert layout is not None
-            shard, replica = exchange.shard_axis, layout.replica_axis
+            shard, replica = shard_axis(self.plan, exchange, layout), layout.replica_axis
+            if shard is None and replica is None:
+                continue
             nodes = ("", "")
-            if exchange.node_size and shard:
+            if exchange is not None and exchange.node_size and shard:
                 nodes = node_groups(meshes.group(layout.mesh, shard), exchange.node_size)
             places[index] = Place(
                 shard_rank=meshes.coordinate(layout.mesh, shard) if shard else 0,
@@ -215,7 +221,7 @@ class Binding:
 
     @property
     def static_inputs(self) -> list[Tensor]:
-        """The leading inputs of every graph: parameters, state, agreement, hyperparameters."""
+        """The leading inputs of every graph: parameters, state, what the graph tells, hyperparameters."""
         return list(self._static)
 
     def copies(self, kind: str) -> list[Tensor]:
@@ -237,6 +243,12 @@ class Binding:
             return
         moved = [x.data_ptr() for x in self._static] != [x.data_ptr() for x in other._static]
         self.graphs = {kind: made for kind, made in other.graphs.items() if not (moved and made[1].fixed_addresses)}
+
+    def take_counts(self, other: Binding) -> None:
+        """Go on counting where another binding of the same optimizers left off."""
+        if self.skipped is not None and other.skipped is not None:
+            self.skipped.copy_(other.skipped)
+            self.skips_told = other.skips_told
 
     def _compile(self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig, stats: StepStats) -> None:
         started = time.perf_counter()

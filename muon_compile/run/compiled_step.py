@@ -26,6 +26,7 @@ from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
+from muon_compile.run.outcome import check_agreement, check_skips
 from muon_compile.run.planning import Wishes, hardware_named, plan_reading
 from muon_compile.run.probes import Probes
 from muon_compile.run.reading import Names, config_key, find_adapters, live_groups, name_table, read_optimizers
@@ -135,6 +136,12 @@ class CompiledStep:
             raise RuntimeError("probes: no step was done yet, or none since the step was planned anew; run one first.")
         return binding.probes.read(binding.plan, binding.reading.meshes, reduce=reduce)
 
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped for a gradient that is not finite (``nonfinite``); waits for the device."""
+        binding = self._binding
+        return 0 if binding is None or binding.skipped is None else int(binding.skipped)
+
     # -- stepping -----------------------------------------------------------------------------------------------
 
     def __call__(self, closure: Closure | None = None) -> Any:
@@ -194,7 +201,7 @@ class CompiledStep:
             )
         if self._binding is not None:
             self._binding.check_groups()
-        self._check_agreement()
+        self._check_outcome()
         self.stats.host_launches = 0
         groups = live_groups(self.optimizers, self._adapters)
         hyper = read_hyper([adapter.hyper(group) for adapter, group in groups])
@@ -212,22 +219,13 @@ class CompiledStep:
             binding.probes.step = self.stats.steps
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":
-            self._check_agreement()
+            self._check_outcome()
 
-    def _check_agreement(self) -> None:
-        """Raise where the last step's ranks disagreed on which gradients are there; that step changed nothing.
-
-        Raises:
-            RuntimeError: They did.
-        """
-        binding = self._binding
-        if binding is None or binding.agreement is None or bool(binding.agreement):
-            return
-        binding.agreement.fill_(True)
-        raise RuntimeError(
-            "Ranks disagree on which parameters have a gradient; expected the same on all ranks that share one. "
-            "The step changed nothing anywhere. Run the same modules on every rank, or give the others zeros."
-        )
+    def _check_outcome(self) -> None:
+        if self._binding is not None:
+            check_agreement(self._binding)
+            if self.config.nonfinite == "raise":
+                check_skips(self._binding)
 
     # -- binding ------------------------------------------------------------------------------------------------
 
@@ -267,6 +265,7 @@ class CompiledStep:
         binding.state.attach()
         if self._binding is not None:
             binding.take_graphs(self._binding)
+            binding.take_counts(self._binding)
         self._binding = binding
         return binding
 

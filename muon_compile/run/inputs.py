@@ -47,6 +47,8 @@ def input_spec(plan: Plan, kind: str, agreement: str | None, probes: bool = Fals
     names = [f"param_{i}" for i in numbers]
     names += [f"{plan.buckets[index].name}_{name}" for index, name in state]
     names += [] if agreement is None else ["agreement"]
+    skipped = plan.buckets[0].device if plan.skip_nonfinite else None
+    names += [] if skipped is None else ["skipped"]
     names += [f"probes_{i}" for i in range(len(tables))]
     names += [f"hyper_{i}" for i in range(len(hyper))]
     names += [f"grad_{i}" for i in numbers] + [f"presence_{i}" for i in range(len(presence))]
@@ -58,6 +60,7 @@ def input_spec(plan: Plan, kind: str, agreement: str | None, probes: bool = Fals
         hyper=hyper,
         presence=presence,
         probes=tables,
+        skipped=skipped,
     )
 
 
@@ -81,6 +84,7 @@ def fake_inputs(plan: Plan, spec: InputSpec, hyper: torch.dtype) -> tuple[Tensor
             shape, dtype = bucket_state_shapes(plan.buckets[index])[name]
             made.append(empty(shape, dtype, plan.buckets[index].device))
         made += [] if spec.agreement is None else [empty((), "bool", spec.agreement)]
+        made += [] if spec.skipped is None else [empty((), "int32", spec.skipped)]
         made += [
             torch.empty((len(buckets), len(COLUMNS)), dtype=hyper, device=device) for device, buckets in spec.probes
         ]
@@ -116,7 +120,7 @@ def trace_plan(
         The plan as the rank runs it, and the traced step.
     """
     local, places = rank_plan(plan, rank, groups or {})
-    agreement = local.buckets[0].device if places else None
+    agreement = local.buckets[0].device if local.exchanges else None
     spec = input_spec(local, kind or ("masked" if places else "all"), agreement, probes)
     inputs = fake_inputs(local, spec, hyper_dtype(backend))
     return local, trace_for(backend, local, spec, inputs, run_step, places, stack_traces=stack_traces)

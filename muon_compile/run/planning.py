@@ -74,6 +74,8 @@ def plan_reading(reading: Reading, wishes: Wishes) -> tuple[Plan, Hardware | Non
         max_temp_bytes=config.max_temp_bytes,
         max_gather_bytes=config.max_gather_bytes,
         node_size=config.node_size,
+        clip_grad_norm=None if config.clip_grad_norm is None else float(config.clip_grad_norm),
+        skip_nonfinite=config.nonfinite != "allow",
         hardware=hardware,
     )
     if plan.temp_bytes > config.max_temp_bytes:
