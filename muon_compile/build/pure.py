@@ -198,7 +198,12 @@ def rank_places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, P
         ValueError: A group is missing, or one is given for an axis that nothing is exchanged over.
     """
     shared = [(i, part.exchange, plan.buckets[part.bucket].layout) for i, part in enumerate(plan.parts)]
-    stands = {i: (e, layout) for i, e, layout in shared if layout is not None and (e is not None or plan.guarded)}
+    stands = {
+        i: (exchange, layout)
+        for i, exchange, layout in shared
+        if layout is not None
+        and (exchange is not None or (plan.guarded and (layout.axis is not None or layout.replica_axis is not None)))
+    }
     axes: set[str] = set()
     for exchange, layout in stands.values():
         axes |= {axis for axis in (shard_axis(plan, exchange, layout), layout.replica_axis) if axis is not None}
@@ -213,7 +218,7 @@ def rank_places(plan: Plan, rank: int, groups: Mapping[str, str]) -> dict[int, P
     for index, (exchange, layout) in stands.items():
         at, shard, replica = layout.mesh.coordinates(rank), shard_axis(plan, exchange, layout), layout.replica_axis
         places[index] = Place(
-            shard_rank=at[shard] if shard else 0,
+            shard_rank=at[exchange.shard_axis] if exchange is not None and exchange.shard_axis else 0,
             shard_group=groups[shard] if shard else "",
             replica_rank=at[replica] if replica else 0,
             replica_group=groups[replica] if replica else "",

@@ -103,11 +103,11 @@ class Binding:
             shard, replica = shard_axis(self.plan, exchange, layout), layout.replica_axis
             if shard is None and replica is None:
                 continue
-            nodes = ("", "")
+            cut, nodes = None if exchange is None else exchange.shard_axis, ("", "")
             if exchange is not None and exchange.node_size and shard:
                 nodes = node_groups(meshes.group(layout.mesh, shard), exchange.node_size)
             places[index] = Place(
-                shard_rank=meshes.coordinate(layout.mesh, shard) if shard else 0,
+                shard_rank=meshes.coordinate(layout.mesh, cut) if cut else 0,
                 shard_group=meshes.group(layout.mesh, shard).group_name if shard else "",
                 replica_rank=meshes.coordinate(layout.mesh, replica) if replica else 0,
                 replica_group=meshes.group(layout.mesh, replica).group_name if replica else "",
