@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,25 @@ def test_in_one_graph_with_the_model() -> None:
     assert step.step.skipped == 1
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dump_names_what_the_step_tells(tmp_path: Path) -> None:
+    model, optimizer, step, _, _ = pair(nonfinite="skip", clip_grad_norm=1.0, probes=True)
+    give(model, 0)
+    optimizer.step()
+    step.dump(tmp_path)
+    text = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert "# skipped, on cpu" in text and "# probes_0, on cpu" in text
+    assert "agree" in (tmp_path / "all_gradients" / "op_counts.json").read_text()
+
+
+def test_probes_in_one_graph_with_the_model() -> None:
+    model = nn.Linear(6, 4)
+    config = mc.CompileConfig(probes=True, nonfinite="skip")
+    step = mc.compile_train_step(model, nn.MSELoss(), optimizer_of(model), backend="aot_eager", config=config)
+    step(numbers((5, 6), 0), numbers((5, 4), 1))
+    (bucket,) = [b for b in step.step.probes().buckets if b.algorithm == "muon"]
+    assert bucket.orthogonality_error is not None and bucket.update_rms is not None and bucket.update_rms > 0
 
 
 @pytest.mark.parametrize("kind", ["all", "masked"])
