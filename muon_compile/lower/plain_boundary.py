@@ -54,7 +54,9 @@ class PlainBoundary(InPlaceBoundary):
             value = value.to(wide)
             return value if value.dim() == 0 else value.view(dims)
 
-        old, delta = _stacked(params).to(wide), update.to(wide)
+        # The probes read it as well, and might after it was overwritten: then even one parameter is copied.
+        stacked = torch.stack(params) if self.probing else _stacked(params)
+        old, delta = stacked.to(wide), update.to(wide)
         squares = torch.stack([_row_squares(old), _row_squares(delta)]) if self.probing else None
         if step_size is not None:
             delta = delta * column(step_size)

@@ -30,7 +30,7 @@ def _functions(pairs: str) -> dict[str, Callable[..., Tensor]]:
 
 
 _ANY = _functions("Add=add Sub=sub Mul=mul Pow=pow Neg=neg Abs=abs Sign=sign Square=square")
-_ANY |= _functions("Maximum=maximum Minimum=minimum")
+_ANY |= _functions("Maximum=maximum Minimum=minimum FloorMod=remainder")
 _FLOATING = _functions(
     "RealDiv=true_divide Reciprocal=reciprocal Sqrt=sqrt Rsqrt=rsqrt Lerp=lerp Floor=floor Ceil=ceil"
 )

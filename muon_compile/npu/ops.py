@@ -33,7 +33,9 @@ VIEWS = frozenset({"Bitcast", "ExpandDims", "Flatten", "Identity", "Reshape", "S
 _COMPARISONS = frozenset({"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"})
 _LOGICAL = frozenset({"LogicalAnd", "LogicalOr", "LogicalNot"})
 _TESTS = frozenset({"IsFinite", "IsInf", "IsNan"})
-_BINARY = frozenset({"Add", "Sub", "Mul", "RealDiv", "FloorDiv", "TruncateDiv", "Maximum", "Minimum", "Pow"})
+_BINARY = frozenset(
+    {"Add", "Sub", "Mul", "RealDiv", "FloorDiv", "FloorMod", "TruncateDiv", "Maximum", "Minimum", "Pow"}
+)
 _BINARY |= _COMPARISONS | frozenset({"LogicalAnd", "LogicalOr", "BitwiseAnd", "BitwiseOr", "BitwiseXor"})
 _MORE = frozenset({"Addcdiv", "Addcmul", "AxpyV2", "ClipByValueV2", "Lerp", "Sxpy"})
 _UNARY = frozenset({"Abs", "Adds", "Cast", "Ceil", "Exp", "Expm1", "Floor", "Invert", "Log", "Log1p", "LogicalNot"})

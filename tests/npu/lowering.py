@@ -42,13 +42,16 @@ def cases(version: str) -> dict[str, dict[str, Any]]:
             name = f"four {strategy} {form} {dtype}"
             found[name] = {"mesh": "four", "strategy": strategy, "form": form, "dtype": dtype}
     found["one local waves"] = {"max_temp_bytes": 700}
+    guard: dict[str, Any] = {"clip_grad_norm": 1.0, "skip_nonfinite": True, "probes": True, "dtype": "bfloat16"}
+    found["one local guarded and probed"] = {"adamw": adamw} | guard
+    found["hsdp guarded and probed"] = {"mesh": "hsdp", "strategy": "all_to_all", "adamw": adamw} | guard
     found["hsdp auto"] = {"mesh": "hsdp", "dtype": "bfloat16", "adamw": adamw, "experts": True}
     return found
 
 
-def lower(plan: Plan, names: dict[str, str], rank: int, kind: str | None = None) -> dict[str, Any]:
+def lower(plan: Plan, names: dict[str, str], rank: int, probes: bool = False) -> dict[str, Any]:
     """Lower a rank's step; the checks of the backend itself have passed if this returns."""
-    local, traced = trace_plan(plan, backend="torchair", rank=rank, groups=names, kind=kind)
+    local, traced = trace_plan(plan, backend="torchair", rank=rank, groups=names, probes=probes)
     traced, _ = cut_inputs(traced)
     config = compiler_config(backend.load_torchair().CompilerConfig(), {})
     concrete = backend._lower(backend.load_torchair(), traced, config).runner
@@ -82,10 +85,10 @@ def main() -> None:
     groups = {axis: dist.new_group(ranks).group_name for axis, ranks in axes.items()}
     found: dict[str, dict[str, Any]] = {}
     for name, arguments in cases(version).items():
-        plan = make(device="npu", **arguments)
+        plan = make(device="npu", **{name: value for name, value in arguments.items() if name != "probes"})
         shard = "half" if arguments.get("mesh") == "hsdp" else "shard"
         names = {axis: groups[shard if axis == "shard" else short] for axis, short in groups_of(plan).items()}
-        found[name] = lower(plan, names, RANK)
+        found[name] = lower(plan, names, RANK, bool(arguments.get("probes")))
         if arguments.get("form") == "standard" and arguments.get("mesh") == "four" and arguments["dtype"] == "bfloat16":
             # Every rank's, under this one's group names: what TorchAir makes of a rank is decided by its plan.
             others = [rank for rank in range(WORLD) if rank != RANK]

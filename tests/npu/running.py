@@ -112,7 +112,7 @@ def _run(job: Job, model_of: Callable[[Job], models.Model]) -> Run:
 
         return traced, replace(graph, run=run)
 
-    eager = replace(job, backend="aot_eager", compile_config=mc.CompileConfig())
+    eager = replace(job, backend="aot_eager", compile_config=replace(job.compile_config, torchair_options={}))
     _, expected, _ = _train(eager, model_of)
     first = len(record.graphs)
     with mock.patch.object(binding, "lower_step", watched):

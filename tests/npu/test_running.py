@@ -24,6 +24,8 @@ VERSION = "2.13.0"
 FLOAT32 = 1e-5
 SHAPES = {name: MATRICES[name] for name in ("even", "even_too", "five")}
 VECTOR = {"vector": MATRICES["vector"]}
+# Gradients of these jobs have a norm of about 15.
+GUARD = mc.CompileConfig(clip_grad_norm=1.0, nonfinite="skip", probes=True)
 
 
 def job(strategy: str, ns: str, dtype: str, **more: object) -> Job:
@@ -42,6 +44,8 @@ ALONE = {
     "keller": job("local", "standard", "float32", config=mc.MuonConfig(preset="keller", ns_dtype="float32")),
     "relative eps": job("local", "standard", "float32", config=mc.MuonConfig(eps="relative", ns_dtype="float32")),
     "experts": job("local", "auto", "float32", shapes={"experts": (6, 8, 12), **VECTOR}),
+    "waves": job("local", "standard", "float32", compile_config=mc.CompileConfig(max_temp_bytes=700)),
+    "guarded": job("local", "standard", "float32", shapes=SHAPES | VECTOR, compile_config=GUARD),
 }
 CAPTURED = ("standard bfloat16", "gram_split:2,1 float32")
 SHARED = {
@@ -49,7 +53,10 @@ SHARED = {
     for strategy in SHARDED
     for ns in ("standard", "gram")
     for dtype in ("float32", "bfloat16")
-} | {"hsdp": job("auto", "standard", "float32", mesh=(2, 2), shapes=SHAPES | VECTOR | {"experts": (4, 6, 5)})}
+} | {
+    name: job("auto", "standard", "float32", mesh=(2, 2), shapes=SHAPES | VECTOR | {"experts": (4, 6, 5)}, **more)
+    for name, more in {"hsdp": {}, "hsdp guarded": {"compile_config": GUARD}}.items()
+}
 
 
 @functools.cache
