@@ -62,7 +62,7 @@ def look_at_gradients(
     for one in plan.norm_sums():
         numbers = [_sum([own[i] for i in one.buckets])] if one.sharded else []
         numbers += [] if bad is None else [bad]
-        summed = wait(all_reduce(torch.stack(numbers), _group(plan, one, places)))
+        summed = wait(all_reduce(torch.stack(numbers), _group(plan, one, places))).unbind(0)
         if one.sharded:
             total.append(summed[0])
         bad = None if bad is None else summed[-1]
