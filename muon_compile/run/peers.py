@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 # Ranks that lost the same connection fail within milliseconds; those that wait for the group's timeout come later.
 _PATIENCE_SECONDS = 2.0
@@ -50,7 +50,7 @@ def _missing(ranks: tuple[int, ...]) -> list[int]:
     """Leave this rank's note; who has left none after a while."""
     number = _TIMES[ranks] = _TIMES.get(ranks, 0) + 1
     prefix = f"muon_compile/failed/{'-'.join(map(str, ranks))}/{number}"
-    store = PrefixStore(prefix, distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
     store.set(str(dist.get_rank()), "failed")
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
