@@ -93,8 +93,13 @@ def test_a_compile_that_was_ended_spoils_nothing(sent: signal.Signals, moment: s
         process.communicate()
     assert not (tmp_path / "inductor.pt").exists(), "it was not in its first compile"
     for backend in ("inductor", "aot_eager"):
-        with start(backend, tmp_path) as again:
+        again = start(backend, tmp_path)
+        try:
             assert again.wait(120) == 0
+        finally:
+            if again.poll() is None:
+                os.killpg(again.pid, signal.SIGKILL)
+            again.communicate()
     actual, reference = (torch.load(tmp_path / f"{name}.pt") for name in ("inductor", "aot_eager"))
     draw = torch.Generator().manual_seed(0)
     for a, b in zip(actual, reference, strict=True):
