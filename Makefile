@@ -11,7 +11,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-dist test-npu test-browser bench check lint types imports format clean
+.PHONY: help setup demo test test-dist test-npu test-browser bench soak check lint types imports format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -49,6 +49,9 @@ bench: $(READY) ## print every figure of the README and draw step times (out/ben
 	$(BIN)/python tools/figures.py
 	$(BIN)/python tools/compile_time.py
 	$(BIN)/python tools/bench_step.py --json out/bench.json --png out/bench.png --seconds 3 --minutes 4 $(ARGS)
+
+soak: $(READY) ## 2,000 steps on 4 ranks with faults (10 minutes at most); ARGS="--seed 1 --json out/soak.json"
+	$(BIN)/python tools/soak_faults.py $(ARGS)
 
 check: lint types imports test test-dist ## what CI runs: lint, types, import rules, tests
 	$(MAKE) test-npu ARGS="-m npu"

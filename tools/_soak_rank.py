@@ -66,7 +66,7 @@ class Look:
 class Soaked:
     """A run's parameters and optimizer on this rank."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, config: Any = None) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -91,7 +91,7 @@ class Soaked:
         rest = [(name, p) for name, p in self.params.items() if p.dim() == 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
         self.optimizer = mc.Muon(groups, lr=0.02, weight_decay=0.1, backend=run.backend)
-        self.step = mc.compile_step(self.optimizer, backend=run.backend, strategy=run.strategy)
+        self.step = mc.compile_step(self.optimizer, backend=run.backend, strategy=run.strategy, config=config)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, T_0=50)
         self.digests: dict[str, str] = {}
 

@@ -27,6 +27,7 @@ from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
 from muon_compile.run.outcome import check_agreement, check_skips
+from muon_compile.run.peers import tell_of_peers
 from muon_compile.run.planning import Wishes, hardware_named, plan_reading
 from muon_compile.run.probes import Probes
 from muon_compile.run.reading import Names, config_key, find_adapters, live_groups, name_table, read_optimizers
@@ -208,7 +209,9 @@ class CompiledStep:
         return self._bound(groups), hyper
 
     def break_off(self, error: BaseException) -> None:
-        """A step failed inside its kernels: none runs until state is loaded."""
+        """A step failed inside its kernels: none runs until state is loaded. Says which ranks may be the cause."""
+        if self._binding is not None and self._binding.places:
+            tell_of_peers(error, self._binding.reading.meshes.ranks())
         self._broken = f"{type(error).__name__}: {error}"
 
     def end(self, binding: Binding) -> None:

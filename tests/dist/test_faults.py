@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muon_compile as mc
+from examples.checkpoints import latest, load, save
 from tests.dist import ranks as harness
 from tests.dist.models import (
     MATRICES,
@@ -34,6 +36,7 @@ from tests.dist.models import (
     params_of,
     raised,
     sharded_model,
+    train_alone,
 )
 from tests.dist.ranks import Ranks, run_ranks
 
@@ -55,12 +58,12 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def join(rank: int, store: str) -> None:
-    """A default group of 4 in place of the harness's."""
+def join(rank: int, store: str, world: int = WORLD) -> None:
+    """A default group in place of the harness's."""
     if dist.is_initialized():
         dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
     mesh_of.cache_clear()
 
 
@@ -104,19 +107,21 @@ class Dies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def die(store: str) -> None:
+def die(store: str, root: Path) -> None:
     """The last rank's process, outside the harness, which ends all ranks once one has died."""
     torch.set_num_threads(1)
     join(WORLD - 1, store)
     model, optimizer, _ = started(JOB)
+    save(root, 1, model, optimizer)
     give(model, 1)
     with Dies():
         optimizer.step()
 
 
-def survive(rank: int, store: str) -> list[tuple[str, float]]:
+def survive(rank: int, store: str, root: Path) -> tuple[list[tuple[str, float]], dict[str, Tensor]]:
     join(rank, store)
     model, optimizer, _ = started(JOB)
+    save(root, 1, model, optimizer)
     saved = optimizer.state_dict()
     found = []
     for number in (1, 2):
@@ -124,27 +129,49 @@ def survive(rank: int, store: str) -> list[tuple[str, float]]:
         found.append(timed(optimizer.step))
     optimizer.load_state_dict(saved)
     found.append(timed(optimizer.step))
-    return found
+    return found, resume(rank, store + "-again", root)
+
+
+def resume(rank: int, store: str, root: Path) -> dict[str, Tensor]:
+    """The remaining ranks go on from the last checkpoint, in a group of their own."""
+    join(rank, store, WORLD - 1)
+    job = replace(JOB, mesh=(WORLD - 1,))
+    model = sharded_model(job)
+    optimizer = optimizer_of(model, job)
+    compiled(optimizer, job)
+    last = latest(root)
+    assert last is not None
+    for number in range(load(last, model, optimizer), JOB.steps):
+        give(model, number)
+        optimizer.step()
+    return params_of(model)
 
 
 def test_a_rank_that_dies_in_mid_step_is_an_error_on_the_others(tmp_path: Path) -> None:
-    store = str(tmp_path / "store")
+    store, root = str(tmp_path / "store"), tmp_path / "checkpoints"
     with harness._environment(harness._ENVIRONMENT):
-        victim = torch.multiprocessing.get_context("spawn").Process(target=die, args=(store,), daemon=True)
+        victim = torch.multiprocessing.get_context("spawn").Process(target=die, args=(store, root), daemon=True)
         victim.start()
     try:
-        results = run_ranks(survive, WORLD - 1, store, timeout=LONG_S)
+        results = run_ranks(survive, WORLD - 1, store, root, timeout=LONG_S)
         victim.join(10)
         assert victim.exitcode == -signal.SIGKILL
     finally:
         victim.kill()
         victim.join()
-    for (first, seconds), (second, _), (third, _) in results:
+    alone = train_alone(JOB).params
+    for ((first, seconds), (second, _), (third, _)), params in results:
         assert first.startswith("RuntimeError") and not first.startswith(REFUSES)
         assert seconds < TIMEOUT_S + SLACK_S
         assert second.startswith(REFUSES) and "load_state_dict" in second
         # Loaded, it is willing again, and finds the group as broken as it was.
         assert third and not third.startswith(REFUSES)
+        named = re.search(r"with ranks \[0, 1, 2, 3\]\. Ranks \[(.*)\] did not fail likewise", first)
+        assert named is not None, first
+        assert str(WORLD - 1) in named[1]
+        assert_same(params, alone)
+    # Who waited for the timeout has seen all others fail.
+    assert any(f"Ranks [{WORLD - 1}] did" in first for ((first, _), *_), _ in results)
 
 
 def never_comes(rank: int, store: str, done: str) -> list[tuple[str, float]]:
