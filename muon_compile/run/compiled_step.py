@@ -266,6 +266,8 @@ class CompiledStep:
         binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend), self.config.probes)
         binding.state.adopt(binding.state.current())
         binding.state.attach()
+        if self._binding is not None and not self.stats.steps:
+            binding.state.forget_departed(self._binding.state)  # zeros that nobody has stepped
         if self._binding is not None:
             binding.take_graphs(self._binding)
             binding.take_counts(self._binding)

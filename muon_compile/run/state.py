@@ -115,6 +115,15 @@ class StateStore:
             state[param] = entry
             self._given.append(entry)
 
+    def forget_departed(self, before: StateStore) -> None:
+        """Drop what an earlier store gave to parameters that the optimizers no longer have; a trainer that shards a
+        model replaces them all."""
+        live = {id(p) for p in self.reading.params}
+        for param, owner, given in zip(before.reading.params, before.reading.owners, before._given, strict=True):
+            state = before.optimizers[owner].state
+            if id(param) not in live and state.get(param) is given:
+                del state[param]
+
     @torch.no_grad()
     def release(self) -> None:
         """Give the optimizers tensors of their own, as the stock optimizer would have made them."""

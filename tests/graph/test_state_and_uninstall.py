@@ -37,6 +37,23 @@ def test_state_holds_live_views_from_the_start() -> None:
     run_both(ours, optimizer, theirs, stock, range(2, 4))
 
 
+def test_parameters_that_a_trainer_replaces_leave_no_state_behind() -> None:
+    """As a trainer that shards a model after the optimizer was made: torch's state-dict helpers look at every entry."""
+    old = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizer = mc.Muon(old, lr=0.1, backend="aot_eager")
+    assert optimizer.compiled.plan is not None and set(optimizer.state) == set(old)
+    new = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizer.param_groups[0]["params"] = new
+    for param in new:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert set(optimizer.state) == set(new)
+    kept = optimizer.state[new[1]]
+    optimizer.param_groups[0]["params"] = new[:1]
+    optimizer.step()
+    assert optimizer.state[new[1]] is kept, "what has been stepped is the user's to drop"
+
+
 @pytest.mark.parametrize("how", ["whole state", "one parameter", "one entry"])
 def test_state_that_a_script_replaces_takes_effect(how: str) -> None:
     ours, optimizer, theirs, stock = pair()
