@@ -162,11 +162,12 @@ def settled_memory() -> tuple[int, int]:
 
 
 def live_memory() -> tuple[int, int]:
-    """Bytes of all storages that Python can reach, each once, and tensors."""
+    """Bytes of all storages that Python can reach, each once, and tensors; wrappers of transforms have none."""
     import torch
+    from torch._C._functorch import is_functorch_wrapped_tensor
 
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not is_functorch_wrapped_tensor(x)]
     locals_ = [getattr(t, "_local_tensor", t) for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in locals_ if t.device.type == "cpu"}
     return sum(storages.values()), len(tensors)
