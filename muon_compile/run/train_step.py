@@ -91,12 +91,11 @@ class TrainStep:
             ready = self._prepared = self._prepare(binding, settings, args, kwargs)
         binding.hyper.write(hyper)
         others = dict(self._loss.named_buffers())
-        compiled = len(self.graphs)
         try:
             with own_dtypes(self.step.optimizers):
                 loss = ready.call(binding.static_inputs, ready.presence, others, args, dict(kwargs))
         except BaseException as error:
-            if len(self.graphs) == compiled and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException):  # those are raised before anything runs
                 self.step.break_off(error)
             raise
         self.step.end(binding)

@@ -266,6 +266,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         mc.compile_train_step(model, F.cross_entropy, stock, backend="aot_eager", config=config)
 
 
+def test_a_first_step_that_fails_in_its_kernels_is_not_gone_on_from() -> None:
+    """It has just been compiled, and that it was is no excuse."""
+    optimizer = optimizer_of(model := model_of())
+    step = mc.compile_train_step(model, F.cross_entropy, optimizer, backend="aot_eager")
+    x, target = batch_of(0)
+    with pytest.raises(IndexError):
+        step(x + 99, target)
+    assert len(step.graphs) == 1
+    with pytest.raises(RuntimeError, match="An earlier step failed inside its kernels"):
+        step(x, target)
+
+
 def test_a_hyperparameter_that_poisons_is_refused_before_anything() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
