@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from muon_compile.build import collectives
 from muon_compile.build.coefficients import schedule
-from muon_compile.build.orthogonalize import apply_gram, gram_product, identity_like, iterate_gram, wide_dtype
+from muon_compile.build.orthogonalize import Norms, apply_gram, gram_product, identity_like, iterate_gram, wide_dtype
 from muon_compile.build.phases import Phases, Solve, Tell
 from muon_compile.config import MuonConfig
 from muon_compile.plan.exchange import Exchange, Place
@@ -21,7 +21,7 @@ from muon_compile.plan.exchange import Exchange, Place
 _SMALLEST_NORM = 1e-15
 
 
-def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph") -> Tensor:
+def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph", norms: Norms | None = None) -> Tensor:
     """``Q`` of the whole schedule, as one segment (``plan.forms``), with the normalization in it.
 
     Args:
@@ -29,12 +29,15 @@ def gram_polynomial(r: Tensor, config: MuonConfig, kernel: str = "graph") -> Ten
         config: Its ``coefficients``, ``ns_steps``, ``eps`` and ``eps_mode``; ``eps`` is a number. A norm under 1e-15
             counts as 1e-15, also where ``eps`` is smaller; one whose square leaves r's range has no meaning here.
         kernel: ``"graph"`` or ``"symmetric"``.
+        norms: Hears the norms, ``[k, 1, 1]``.
 
     Returns:
         ``[k, n, n]`` of r's dtype, finite for an all-zero ``r``; ``X Q`` is the orthogonalized X.
     """
     assert isinstance(config.eps, float)
     norm = (r * identity_like(r)).sum(dim=(-2, -1), keepdim=True).sqrt()
+    if norms is not None:
+        norms(norm)
     norm = norm.clamp(min=config.eps) if config.eps_mode == "clamp" else norm + config.eps
     norm = norm.clamp(min=_SMALLEST_NORM)
     return iterate_gram(r / norm / norm, schedule(config), kernel) / norm

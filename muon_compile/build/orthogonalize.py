@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from muon_compile.build.coefficients import schedule
 from muon_compile.build.opaque import matrix_amax, matrix_norm, opaque_newton_schulz, opaque_normalize
 from muon_compile.config import MuonConfig, Triple
 from muon_compile.plan.forms import Form, parse_form
+
+# Hears the matrices' norms.
+Norms: TypeAlias = Callable[[Tensor], None]
 
 # Below this a Frobenius norm of float32 entries has lost its digits to underflow (squares under 1e-38).
 _TINY = 1e-30
@@ -28,13 +32,14 @@ def shape_scale(config: MuonConfig, rows: int, cols: int) -> float:
     return 1.0
 
 
-def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype) -> Tensor:
+def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype, norms: Norms | None = None) -> Tensor:
     """Divide each matrix by its Frobenius norm, accumulated in float32 or better, and cast.
 
     Args:
         x: ``[B, m, n]``, any floating dtype.
         config: Its ``eps`` and ``eps_mode``.
         dtype: dtype of the result.
+        norms: Hears the norms, ``[B, 1, 1]``.
 
     Returns:
         ``[B, m, n]`` of ``dtype``, each matrix of norm at most 1; an all-zero matrix stays zero.
@@ -47,6 +52,8 @@ def normalize(x: Tensor, config: MuonConfig, dtype: torch.dtype) -> Tensor:
     # has too little range for that.
     x = x if dtype == torch.float16 else x.to(dtype)
     norm = matrix_norm(x)
+    if norms is not None:
+        norms(norm)
     if config.eps == "relative":
         norm = norm.clamp(min=_TINY)
     else:
@@ -198,6 +205,7 @@ def orthogonalize(
     form: str = "standard",
     kernel: str = "graph",
     in_place: bool = False,
+    norms: Norms | None = None,
 ) -> Tensor:
     """Orthogonalize each matrix of a stack.
 
@@ -208,6 +216,7 @@ def orthogonalize(
         form: Name of the iteration's form (``plan.forms``).
         kernel: What runs it (``plan.Batch``).
         in_place: The native kernel may overwrite ``update``.
+        norms: Hears the norms that the matrices are divided by, ``eps`` aside: ``[B, 1, 1]``; not with ``exact``.
 
     Returns:
         ``[B, m, n]`` of the products' dtype.
@@ -218,6 +227,8 @@ def orthogonalize(
     if kernel == "native":
         from muon_compile.build.native_ops import native_orthogonalize
 
+        if norms is not None:
+            norms(matrix_norm(update))
         return native_orthogonalize(update, config, parsed, in_place=in_place)
     dtype: torch.dtype = getattr(torch, config.ns_dtype)
     tall = update.shape[-2] > update.shape[-1]
@@ -226,5 +237,5 @@ def orthogonalize(
         assert isinstance(config.eps, float)
         x = opaque_newton_schulz(opaque_normalize(x.to(dtype), config.eps), schedule(config))
     else:
-        x = newton_schulz(normalize(x, config, dtype), config, parsed, kernel)
+        x = newton_schulz(normalize(x, config, dtype, norms), config, parsed, kernel)
     return x.mT if tall else x

@@ -105,7 +105,9 @@ class _PureBoundary:
             rows.append([])
         rows[-1].append(value.to(self.state[part.whole.name][name].dtype))
 
-    def momentum(self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> None:
+    def momentum(
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None
+    ) -> None:
         """Nothing: the pure form has no operator of its own."""
 
     def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> None:
@@ -125,6 +127,9 @@ class _PureBoundary:
     def taken(self, finite: Tensor) -> None:
         """Keep whether all gradients were finite."""
         self.finite = finite
+
+    def vanished(self, counts: Mapping[int, Tensor]) -> None:
+        """Nothing: the pure form returns parameters and state alone."""
 
     def observe(self, sums: Mapping[int, Tensor]) -> None:
         """Nothing: the pure form returns parameters and state alone."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muon_compile.build.collectives import all_reduce, wait
 from muon_compile.build.gram import gram_polynomial
-from muon_compile.build.orthogonalize import orthogonalize, shape_scale
+from muon_compile.build.orthogonalize import Norms, orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, Tell, unheard
 from muon_compile.build.probe_ops import gram_squared_error, squared_error
 from muon_compile.build.strategies import run_exchange
@@ -67,6 +67,7 @@ def exchange_part(
     exact: bool = False,
     tell: Tell = unheard,
     watch: Callable[[Tensor, slice], None] | None = None,
+    norms: Norms | None = None,
 ) -> Phases:
     """Orthogonalize a part over the ranks that share it, in phases.
 
@@ -78,6 +79,7 @@ def exchange_part(
         tell: Hears when orthogonalizing begins and when it is over; what comes before is ``"send"``.
         watch: Hears the squared errors of the matrices that this rank orthogonalizes (``build.probe_ops``), and which
             of the part's units they are of.
+        norms: Hears the norms of those matrices.
 
     Returns:
         Phases, whose result is the update ``[B, *shape]``, this rank's shard; ``exchanged_scale`` has yet to scale it.
@@ -91,7 +93,7 @@ def exchange_part(
     units_here = slice(*_solved_units(exchange, place))
 
     def solve(y: Tensor) -> Tensor:
-        result = orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel)
+        result = orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel, norms=norms)
         if watch is not None:
             watch(squared_error(result, native=exchange.kernel == "native"), units_here)
         return result
@@ -102,7 +104,7 @@ def exchange_part(
         return result.mT if exchange.transposed else result
 
     def gram(r: Tensor) -> Tensor:
-        q = gram_polynomial(r, config)
+        q = gram_polynomial(r, config, norms=norms)
         if watch is not None:
             watch(gram_squared_error(r, q), units_here)
         return q

@@ -17,11 +17,12 @@ from torch import Tensor
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.guard import Guard, look_at_gradients
 from muon_compile.build.momentum import direction, exact_direction
-from muon_compile.build.orthogonalize import orthogonalize, shape_scale
+from muon_compile.build.orthogonalize import Norms, orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
 from muon_compile.build.probe_ops import row_squares, squared_error
 from muon_compile.build.probes import Tally
 from muon_compile.build.sharded import agree_on_presence, exchange_part, exchanged_scale
+from muon_compile.build.vanishing import Vanishing
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.marks import Phase
@@ -58,6 +59,9 @@ class Boundary(Protocol):
     def taken(self, finite: Tensor) -> None:
         """Count the step as skipped where the 0-d bool is False."""
 
+    def vanished(self, counts: Mapping[int, Tensor]) -> None:
+        """Count matrices that ``eps`` stands in for the norm of, 0-d by index of the bucket."""
+
     def next_wave(self, done: Sequence[Stretch], coming: Sequence[Stretch]) -> None:
         """The parts ``done`` are through; nothing of those ``coming`` may begin before that."""
 
@@ -71,11 +75,11 @@ class Boundary(Protocol):
         """Keep a new state tensor, rounded to the state's dtype."""
 
     def momentum(
-        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """New momentum kept and its direction ``[B, *shape]`` returned, rounded to ``dtype`` (None: float32 or wider),
-        where the boundary has one operator for all of that; else None, and nothing is done. With the direction comes
-        what it knows of the momentum's squares, ``[B]``."""
+        """New momentum, of gradients times the 0-d ``scale`` (None: 1), kept and its direction ``[B, *shape]``
+        returned, rounded to ``dtype`` (None: float32 or wider), where the boundary has one operator for all of that;
+        else None, and nothing is done. With the direction comes what it knows of the momentum's squares, ``[B]``."""
 
     def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
         """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1). Where it is
@@ -114,16 +118,19 @@ def run_step(
         guard, presence = look_at_gradients(plan, boundary.grad_squares, presence, places or {})
         if guard.finite is not None:
             boundary.taken(guard.finite)
-    tally = Tally(plan) if boundary.probing else None
+    looks = _Looks(Tally(plan) if boundary.probing else None, Vanishing(plan) if plan.watched_norms() else None)
     for index, wave in enumerate(plan.waves):
         if index:
             boundary.working_on("update", plan.waves[index - 1].parts)
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
-        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}, guard), tally)
-    if tally is not None:
+        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}, guard), looks)
+    if looks.tally is not None:
         boundary.working_on("update", range(len(plan.parts)))
-        boundary.observe(tally.table())
+        boundary.observe(looks.tally.table())
+    if looks.vanishing is not None:
+        boundary.working_on("update", range(len(plan.parts)))
+        boundary.vanished(looks.vanishing.table())
 
 
 class _Given(NamedTuple):
@@ -135,8 +142,20 @@ class _Given(NamedTuple):
     guard: Guard | None
 
 
-def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, tally: Tally | None) -> None:
+class _Looks(NamedTuple):
+    """Who wants to know of a step's figures, over all waves."""
+
+    tally: Tally | None
+    vanishing: Vanishing | None
+
+    def norms(self, part: int) -> Norms | None:
+        """Hears the norms of a part's matrices."""
+        return None if self.vanishing is None else functools.partial(self.vanishing.norms, part)
+
+
+def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: _Looks) -> None:
     hyper, presence, places, _ = given
+    tally = looks.tally
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
     boundary.working_on("momentum", wave.parts)
@@ -154,8 +173,12 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, tally: 
             tally.momentum(index, squares)
     shared = [index for index, part in parts.items() if part.part.exchange is not None]
     watch = None if tally is None else _watch(plan, masks, tally)
-    phases = [_exchange(plan, index, views[index], places[index], boundary, watch) for index in shared]
-    results, orthogonal = run_side_by_side(phases, lambda: _orthogonalize_wave(plan, wave, views, boundary, watch))
+    phases = [
+        _exchange(plan, index, views[index], places[index], boundary, watch, looks.norms(index)) for index in shared
+    ]
+    results, orthogonal = run_side_by_side(
+        phases, lambda: _orthogonalize_wave(plan, wave, views, boundary, watch, looks)
+    )
     exchanged = dict(zip(shared, results, strict=True))
     for index, part in parts.items():
         boundary.working_on("update", (index,))
@@ -192,7 +215,15 @@ def _watch(plan: Plan, masks: Mapping[int, Tensor | None], tally: Tally) -> _Wat
     return note
 
 
-def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Boundary, watch: _Watch | None) -> Phases:
+def _exchange(
+    plan: Plan,
+    index: int,
+    update: Tensor,
+    place: Place,
+    boundary: Boundary,
+    watch: _Watch | None,
+    norms: Norms | None,
+) -> Phases:
     """``exchange_part``, that says what it is about whenever it goes on: other parts have been at work meanwhile."""
     now: list[Phase] = ["send"]
 
@@ -201,7 +232,7 @@ def _exchange(plan: Plan, index: int, update: Tensor, place: Place, boundary: Bo
         boundary.working_on(phase, (index,))
 
     note = None if watch is None else functools.partial(watch, index)
-    steps = exchange_part(plan.stretch(index), update, place, exact=plan.exact, tell=tell, watch=note)
+    steps = exchange_part(plan.stretch(index), update, place, exact=plan.exact, tell=tell, watch=note, norms=norms)
     while True:
         tell(now[0])
         try:
@@ -223,8 +254,8 @@ def _muon_direction(
     # Rounded before the store, so that a backend reads momentum and gradient once for both.
     rounded = config.eps != "relative" and config.ns_dtype != "float16"
     dtype: torch.dtype | None = getattr(torch, config.ns_dtype) if rounded else None
-    # The kernel takes gradients as they are.
-    made = None if plan.exact or plan.clip_grad_norm is not None else boundary.momentum(part, mu, mask, dtype)
+    scale = None if given.guard is None else given.guard.scale
+    made = None if plan.exact else boundary.momentum(part, mu, mask, scale, dtype)
     if made is None:
         grad, old = _gradients(part, boundary, given.guard), boundary.load(part)["momentum_buffer"]
         form = exact_direction if plan.exact else direction
@@ -252,7 +283,7 @@ def _adamw(part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None
 
 
 def _orthogonalize_wave(
-    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary, watch: _Watch | None
+    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary, watch: _Watch | None, looks: _Looks
 ) -> dict[int, list[Tensor]]:
     """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
     inputs = []
@@ -266,8 +297,16 @@ def _orthogonalize_wave(
         batch = plan.batches[index]
         boundary.working_on("orthogonalize", _parts_of(batch), index)
         form, kernel, in_place = batch.form, batch.kernel, boundary.in_place
-        result = orthogonalize(x, batch.config, exact=plan.exact, form=form, kernel=kernel, in_place=in_place)
         counts = [p.num_matrices for p in batch.pieces]
+        result = orthogonalize(
+            x,
+            batch.config,
+            exact=plan.exact,
+            form=form,
+            kernel=kernel,
+            in_place=in_place,
+            norms=None if looks.vanishing is None else functools.partial(_hear_norms, looks.vanishing, batch),
+        )
         results = [result] if len(counts) == 1 else list(result.split(counts))
         for piece, part in zip(batch.pieces, results, strict=True):
             outputs[piece.part, piece.start] = part
@@ -277,6 +316,13 @@ def _orthogonalize_wave(
     for part_index, start in sorted(outputs):
         blocks.setdefault(part_index, []).append(outputs[part_index, start])
     return blocks
+
+
+def _hear_norms(vanishing: Vanishing, batch: Batch, norms: Tensor) -> None:
+    pieces = batch.pieces
+    each = [norms] if len(pieces) == 1 else norms.split([piece.num_matrices for piece in pieces])
+    for piece, own in zip(pieces, each, strict=True):
+        vanishing.norms(piece.part, own)
 
 
 def _parts_of(batch: Batch) -> list[int]:

@@ -85,6 +85,7 @@ def _input_buckets(plan: Plan, spec: InputSpec) -> dict[str, set[int]]:
     everywhere = set(range(len(plan.buckets)))
     found = [*each, *({index} for index, _ in spec.state), *([everywhere] if spec.agreement is not None else [])]
     found += [everywhere] if spec.skipped is not None else []
+    found += [set(spec.vanished[1])] if spec.vanished is not None else []
     found += [set(buckets) for _, buckets in spec.probes]
     for _, entries in spec.hyper:
         groups = {group for group, _ in entries}
@@ -148,6 +149,9 @@ def _about_inputs(plan: Plan, spec: InputSpec) -> Iterator[str]:
         yield f"# agreement, on {spec.agreement}: whether the ranks agreed on that"
     if spec.skipped is not None:
         yield f"# skipped, on {spec.skipped}: steps skipped for a gradient that is not finite"
+    if spec.vanished is not None:
+        each = ", ".join(plan.buckets[i].name for i in spec.vanished[1])
+        yield f"# vanished, on {spec.vanished[0]}: matrices whose norm fell under eps, by bucket: {each}"
     for number, (device, buckets) in enumerate(spec.probes):
         each = ", ".join(plan.buckets[i].name for i in buckets)
         yield f"# probes_{number}, on {device}: what the step was like, by the rows of {each}"

@@ -127,7 +127,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ]
     library.mc_momentum.argtypes = [
         *(_pointer, _pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int, _int, _int, _int, _int, _int),
-        _pointer,
+        *(_pointer, _pointer),
     ]
     library.mc_update.argtypes = [
         *(_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long, _int, _int, _int, _pointer)
@@ -218,6 +218,7 @@ def momentum(
     out: Tensor,
     mu: Tensor,
     present: Tensor | None,
+    scale: Tensor | None = None,
     *,
     ema: bool,
     nesterov: bool,
@@ -231,6 +232,7 @@ def momentum(
         out: Directions ``[B, ...]``, contiguous; zero where there is no gradient.
         mu: Momentum coefficient, 0-d or ``[B]``.
         present: ``[B]`` bool, False where there is no gradient; None: all are there.
+        scale: 0-d factor on every gradient; None: 1.
         ema: ``M <- M + (1 - mu)(G - M)`` instead of ``M <- mu M + G``.
         nesterov: Use the Nesterov direction.
         squares: ``[B]`` float64 zeros, for the sums of squares of the new momentum where there is a gradient.
@@ -238,11 +240,13 @@ def momentum(
     _check(*grads, state, out)
     mus, stride = _scalars(mu)
     mask = None if present is None else present.contiguous()
+    factor = None if scale is None else scale.to(torch.float64)
     listed = _pointers(grads)
     memory = (ctypes.addressof(listed), state.data_ptr(), out.data_ptr(), len(grads), grads[0].numel())
     scalars = (mus.data_ptr(), stride, None if mask is None else mask.data_ptr(), int(ema), int(nesterov))
     types = (_TYPES[grads[0].dtype], _TYPES[state.dtype], _TYPES[out.dtype])
-    _library().mc_momentum(*memory, *scalars, *types, torch.get_num_threads(), _sums(squares, len(grads)))
+    extra = (_sums(squares, len(grads)), None if factor is None else factor.data_ptr())
+    _library().mc_momentum(*memory, *scalars, *types, torch.get_num_threads(), *extra)
 
 
 def _sums(squares: Tensor | None, numel: int) -> int | None:

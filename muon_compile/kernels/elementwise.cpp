@@ -30,6 +30,7 @@ struct Momentum {
   long mu_stride;
   const uint8_t* present;
   bool ema, nesterov;
+  float scale;  // of every gradient
 };
 
 // Chunks of the SUMS kind leave sums of squares of what they see in `sums`; the other kind takes no time for it.
@@ -44,10 +45,11 @@ void momentum_chunk(const Momentum& t, long row, long begin, long end, double* s
   }
   const double mu = t.mus[row * t.mu_stride];
   const __m512 look = _mm512_set1_ps((float)mu), add = _mm512_set1_ps((float)(1 - mu));
+  const __m512 scale = _mm512_set1_ps(t.scale);
   __m512 squares = _mm512_setzero_ps();
   for (long i = begin; i < end; i += 16) {
     const __mmask16 k = tail(end - i);
-    const __m512 grad = load(g + i, k), old = load(m + i, k);
+    const __m512 grad = _mm512_mul_ps(scale, load(g + i, k)), old = load(m + i, k);
     const __m512 now = t.ema ? _mm512_fmadd_ps(add, _mm512_sub_ps(grad, old), old) : _mm512_fmadd_ps(look, old, grad);
     store(m + i, k, now);
     if (SUMS) squares = add_square(squares, rounded(now, m));
@@ -106,11 +108,12 @@ void for_chunks(const Task& task, long rows, int threads, Run run, double* sums,
 extern "C" {
 
 // dtypes: 0 float32, 1 bfloat16. mu_stride 0: one mu for all rows. `present` may be null. `sums`: null, or [rows] for the
-// squares of the new momentum.
+// squares of the new momentum. `scale`: null, or a factor for every gradient.
 void mc_momentum(const void* const* grads, void* momentum, void* out, long rows, long numel, const double* mus,
                  long mu_stride, const uint8_t* present, int ema, int nesterov, int grad_type, int momentum_type,
-                 int out_type, int threads, double* sums) {
-  const Momentum t{grads, momentum, out, numel, mus, mu_stride, present, ema != 0, nesterov != 0};
+                 int out_type, int threads, double* sums, const double* scale) {
+  const float factor = scale ? (float)*scale : 1.0f;
+  const Momentum t{grads, momentum, out, numel, mus, mu_stride, present, ema != 0, nesterov != 0, factor};
   using F = float;
   using Chunk = void (*)(const Momentum&, long, long, long, double*);
 #define BOTH(G, M, O) {momentum_chunk<G, M, O, false>, momentum_chunk<G, M, O, true>}

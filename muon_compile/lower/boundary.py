@@ -19,14 +19,10 @@ from muon_compile.kernels import cpu
 _LIB = torch.library.Library("muon_compile", "FRAGMENT")
 _LIB.define("pack(Tensor[] tensors) -> Tensor")
 _LIB.define(
-    "momentum_(Tensor[] grads, Tensor(a!) momentum, Tensor mu, Tensor? present, bool ema, bool nesterov, "
-    "ScalarType dtype) -> Tensor"
+    "momentum_(Tensor[] grads, Tensor(a!) momentum, Tensor mu, Tensor? present, Tensor? scale, bool ema, "
+    "bool nesterov, ScalarType dtype, bool probing) -> (Tensor, Tensor)"
 )
 _LIB.define("update_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> ()")
-_LIB.define(
-    "momentum_probed_(Tensor[] grads, Tensor(a!) momentum, Tensor mu, Tensor? present, bool ema, bool nesterov, "
-    "ScalarType dtype) -> (Tensor, Tensor)"
-)
 _LIB.define("update_probed_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> Tensor")
 _LIB.define("list_squares(Tensor[] tensors) -> Tensor")
 _LIB.define("next_wave_(Tensor(a!)[] tensors) -> ()")
@@ -81,41 +77,27 @@ def _momentum(
     momentum: Tensor,
     mu: Tensor,
     present: Tensor | None,
+    scale: Tensor | None,
     ema: bool,
     nesterov: bool,
     dtype: torch.dtype,
-) -> Tensor:
+    probing: bool,
+) -> tuple[Tensor, Tensor]:
     out = torch.empty(momentum.shape, dtype=dtype, device="cpu")
-    cpu.momentum(grads, momentum, out, mu, present, ema=ema, nesterov=nesterov)
-    return out
+    squares = torch.zeros(len(grads) if probing else 0, dtype=torch.float64, device="cpu")
+    wanted = squares if probing else None
+    cpu.momentum(grads, momentum, out, mu, present, scale, ema=ema, nesterov=nesterov, squares=wanted)
+    return out, squares
 
 
-def _momentum_fake(grads: list[Tensor], momentum: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(momentum.shape, dtype=rest[-1], device=momentum.device)
+def _momentum_fake(grads: list[Tensor], momentum: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype, probing = rest[-2:]
+    squares = torch.empty(len(grads) if probing else 0, dtype=torch.float64, device=momentum.device)
+    return torch.empty(momentum.shape, dtype=dtype, device=momentum.device), squares
 
 
 def _update(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> None:
     cpu.update(params, update.contiguous(), decay, step_size)
-
-
-def _momentum_probed(
-    grads: list[Tensor],
-    momentum: Tensor,
-    mu: Tensor,
-    present: Tensor | None,
-    ema: bool,
-    nesterov: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty(momentum.shape, dtype=dtype, device="cpu")
-    squares = torch.zeros(len(grads), dtype=torch.float64, device="cpu")
-    cpu.momentum(grads, momentum, out, mu, present, ema=ema, nesterov=nesterov, squares=squares)
-    return out, squares
-
-
-def _momentum_probed_fake(grads: list[Tensor], momentum: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    squares = torch.empty(len(grads), dtype=torch.float64, device=momentum.device)
-    return _momentum_fake(grads, momentum, *rest), squares
 
 
 def _update_probed(params: list[Tensor], update: Tensor, decay: Tensor, step_size: Tensor) -> Tensor:
@@ -155,13 +137,11 @@ _LIB.impl("apply_", _apply_device, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_cpu, "CPU")
 _LIB.impl("momentum_", _momentum, "CPU")
 _LIB.impl("update_", _update, "CPU")
-_LIB.impl("momentum_probed_", _momentum_probed, "CPU")
 _LIB.impl("update_probed_", _update_probed, "CPU")
 _LIB.impl("list_squares", _list_squares, "CompositeExplicitAutograd")
 _LIB.impl("next_wave_", _next_wave, "CompositeExplicitAutograd")
 torch.library.register_fake("muon_compile::pack", _pack_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
-torch.library.register_fake("muon_compile::momentum_probed_", _momentum_probed_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::update_probed_", _update_probed_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::list_squares", _list_squares_fake, lib=_LIB)
 for _name in ("apply_", "update_", "next_wave_"):
@@ -216,6 +196,7 @@ def momentum_(
     momentum: Tensor,
     mu: Tensor,
     present: Tensor | None,
+    scale: Tensor | None,
     *,
     ema: bool,
     nesterov: bool,
@@ -228,12 +209,9 @@ def momentum_(
         The directions, ``[B, *shape]`` of ``dtype``; zero where there is no gradient. Where it is probing also the new
         momentum's sums of squares, ``[B]``.
     """
-    arguments = (list(grads), momentum, mu, present, ema, nesterov, dtype)
-    if probing:
-        probed: tuple[Tensor, Tensor] = torch.ops.muon_compile.momentum_probed_(*arguments)
-        return probed
-    result: Tensor = torch.ops.muon_compile.momentum_(*arguments)
-    return result, None
+    factors, flags = (mu, present, scale), (ema, nesterov, dtype, probing)
+    made: tuple[Tensor, Tensor] = torch.ops.muon_compile.momentum_(list(grads), momentum, *factors, *flags)
+    return made[0], made[1] if probing else None
 
 
 def update_(

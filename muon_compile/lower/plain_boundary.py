@@ -39,7 +39,7 @@ class PlainBoundary(InPlaceBoundary):
         state.copy_(value.to(state.dtype))
 
     def momentum(
-        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor | None] | None:
         """None: the builder's own operators do it."""
         return None

@@ -33,8 +33,8 @@ RunStep = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Order of the graph's flat inputs: parameters, state, agreement, skipped, probes, hyperparameters, gradients,
-    presence.
+    """Order of the graph's flat inputs: parameters, state, agreement, skipped, vanished, probes, hyperparameters,
+    gradients, presence.
 
     Args:
         names: One name per input, for people and for the generated code.
@@ -45,6 +45,8 @@ class InputSpec:
             that have no float64).
         presence: Device and bucket indices of every presence input, a bool vector; empty where all gradients are there.
         skipped: Device of the 0-d int32 that counts steps skipped for a gradient that is not finite; None: none is.
+        vanished: Device and bucket indices of the int32 vector that counts matrices whose norm fell under ``eps``;
+            None: nobody looks.
         probes: Device and bucket indices of every table that the step leaves its probes' sums in, a row per bucket;
             empty where nobody asked for them.
     """
@@ -57,6 +59,7 @@ class InputSpec:
     presence: tuple[tuple[str, tuple[int, ...]], ...]
     probes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     skipped: str | None = None
+    vanished: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def num_static(self) -> int:
@@ -66,7 +69,9 @@ class InputSpec:
     @property
     def num_written(self) -> int:
         """Leading inputs that the step writes."""
-        told = (self.agreement is not None) + (self.skipped is not None) + len(self.probes)
+        told = (
+            (self.agreement is not None) + (self.skipped is not None) + (self.vanished is not None) + len(self.probes)
+        )
         return self.num_params + len(self.state) + told
 
 
@@ -120,6 +125,7 @@ class InPlaceBoundary:
         # Set by ``probe_into``: tables of sums, and whose rows they have.
         self._tables: list[tuple[Tensor, tuple[int, ...]]] = []
         self._skipped: Tensor | None = None
+        self._vanished: tuple[Tensor, tuple[int, ...]] | None = None
         self.exact, self.native, self.agreement = plan.exact, plan.native, agreement
         self.params, self.grads = params, grads
         self.state: dict[str, dict[str, Tensor]] = {bucket.name: {} for bucket in plan.buckets}
@@ -139,6 +145,19 @@ class InPlaceBoundary:
         """Count the step where it was skipped."""
         if self._skipped is not None:
             self._skipped.copy_(self._skipped + torch.where(finite, 0, 1).to(torch.int32))
+
+    def count_vanished_in(self, vector: Tensor | None, buckets: Sequence[int]) -> None:
+        """Where to count matrices whose norm fell under ``eps``, and the buckets that its entries are of."""
+        self._vanished = None if vector is None else (vector, tuple(buckets))
+
+    def vanished(self, counts: Mapping[int, Tensor]) -> None:
+        """Count them where the host will look."""
+        if self._vanished is None:
+            return
+        vector, buckets = self._vanished
+        none = torch.zeros((), device=vector.device)
+        now = torch.stack([counts.get(index, none) for index in buckets])
+        vector.copy_(vector + now.to(vector.dtype))
 
     def grad_squares(self, part: Stretch) -> Tensor:
         """Sum of the squares of the part's gradients."""
@@ -182,7 +201,7 @@ class InPlaceBoundary:
         part.of_state(self.state[part.whole.name][name]).copy_(value)
 
     def momentum(
-        self, part: Stretch, mu: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+        self, part: Stretch, mu: Tensor, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor | None] | None:
         """One pass over the part where the CPU kernel takes it: momentum in place, directions returned."""
         grads, config = part.of_params(self.grads), part.bucket.config
@@ -193,7 +212,8 @@ class InPlaceBoundary:
         assert isinstance(config, MuonConfig)
         ema = config.momentum_form == "ema"
         nesterov, probing = bool(config.nesterov), self.probing
-        return momentum_(grads, state, mu, mask, ema=ema, nesterov=nesterov, dtype=dtype, probing=probing)
+        factors = (mu, mask, scale)
+        return momentum_(grads, state, *factors, ema=ema, nesterov=nesterov, dtype=dtype, probing=probing)
 
     def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
         """Decay the part's parameters and add the update."""
@@ -237,6 +257,7 @@ def flat_step(
         state = dict(zip(spec.state, take(len(spec.state)), strict=True))
         agreement = take(1)[0] if spec.agreement is not None else None
         skipped = take(1)[0] if spec.skipped is not None else None
+        vanished = take(1)[0] if spec.vanished is not None else None
         tables = take(len(spec.probes))
         hyper: list[dict[str, Tensor]] = [{} for _ in range(plan.num_groups)]
         for (_, entries), vector in zip(spec.hyper, take(num_hyper), strict=True):
@@ -250,6 +271,7 @@ def flat_step(
         presence = [masks[i] for i in range(len(plan.buckets))] if masks else None
         edge = boundary(plan, params, grads, state, agreement, marker)
         edge.count_skips_in(skipped)
+        edge.count_vanished_in(vanished, spec.vanished[1] if spec.vanished is not None else ())
         edge.probe_into(tables, [buckets for _, buckets in spec.probes])
         run_step(plan, edge, hyper, presence, places)
         if marker is not None:

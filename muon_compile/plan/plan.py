@@ -308,6 +308,16 @@ class Plan:
         """Whether a step looks at all gradients before it begins."""
         return self.clip_grad_norm is not None or self.skip_nonfinite
 
+    def watched_norms(self) -> tuple[int, ...]:
+        """Buckets whose matrices' norms a step compares with ``eps``: where it clips, and ``eps`` is a number."""
+        watching = self.clip_grad_norm is not None
+        configs = [bucket.config for bucket in self.buckets]
+        return tuple(
+            index
+            for index, config in enumerate(configs)
+            if watching and isinstance(config, MuonConfig) and isinstance(config.eps, float) and config.eps > 0.0
+        )
+
     def norm_sums(self) -> list[NormSum]:
         """What ranks add up before a guarded step, in order: over every axis that cuts gradients, their squares; over
         every axis, where one that is not finite skips the step, also how many ranks have one."""

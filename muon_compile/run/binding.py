@@ -34,6 +34,7 @@ from muon_compile.run.progress import compiling
 from muon_compile.run.reading import Reading
 from muon_compile.run.state import StateStore
 from muon_compile.run.stats import StepStats
+from muon_compile.run.vanishing import VanishingWatch
 from muon_compile.spec import ShardLayout
 
 _LOG = logging.getLogger("muon_compile")
@@ -75,7 +76,9 @@ class Binding:
         if self.plan.skip_nonfinite:
             self.skipped = torch.zeros((), dtype=torch.int32, device=self._params[0].device)
         self.skips_told = 0
-        told = [tensor for tensor in (self.agreement, self.skipped) if tensor is not None]
+        self.vanishing = VanishingWatch(plan) if plan.watched_norms() else None
+        vanished = None if self.vanishing is None else self.vanishing.counts
+        told = [tensor for tensor in (self.agreement, self.skipped, vanished) if tensor is not None]
         self._by_device = buckets_by_device(plan)
         self.probes = ProbeTables(self._by_device, hyper_dtype) if probes else None
         tables = [] if self.probes is None else self.probes.tensors
@@ -249,6 +252,8 @@ class Binding:
         if self.skipped is not None and other.skipped is not None:
             self.skipped.copy_(other.skipped)
             self.skips_told = other.skips_told
+        if self.vanishing is not None and other.vanishing is not None:
+            self.vanishing.told |= other.vanishing.told
 
     def _compile(self, kind: str, inputs: list[Tensor], backend: str, config: CompileConfig, stats: StepStats) -> None:
         started = time.perf_counter()

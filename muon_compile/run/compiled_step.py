@@ -223,6 +223,8 @@ class CompiledStep:
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":
             self._check_outcome()
+        if binding.vanishing is not None:
+            binding.vanishing.look()
 
     def _check_outcome(self) -> None:
         if self._binding is not None:

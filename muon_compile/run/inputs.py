@@ -49,6 +49,8 @@ def input_spec(plan: Plan, kind: str, agreement: str | None, probes: bool = Fals
     names += [] if agreement is None else ["agreement"]
     skipped = plan.buckets[0].device if plan.skip_nonfinite else None
     names += [] if skipped is None else ["skipped"]
+    watched = plan.watched_norms()
+    names += ["vanished"] if watched else []
     names += [f"probes_{i}" for i in range(len(tables))]
     names += [f"hyper_{i}" for i in range(len(hyper))]
     names += [f"grad_{i}" for i in numbers] + [f"presence_{i}" for i in range(len(presence))]
@@ -61,6 +63,7 @@ def input_spec(plan: Plan, kind: str, agreement: str | None, probes: bool = Fals
         presence=presence,
         probes=tables,
         skipped=skipped,
+        vanished=(plan.buckets[watched[0]].device, watched) if watched else None,
     )
 
 
@@ -85,6 +88,7 @@ def fake_inputs(plan: Plan, spec: InputSpec, hyper: torch.dtype) -> tuple[Tensor
             made.append(empty(shape, dtype, plan.buckets[index].device))
         made += [] if spec.agreement is None else [empty((), "bool", spec.agreement)]
         made += [] if spec.skipped is None else [empty((), "int32", spec.skipped)]
+        made += [] if spec.vanished is None else [empty((len(spec.vanished[1]),), "int32", spec.vanished[0])]
         made += [
             torch.empty((len(buckets), len(COLUMNS)), dtype=hyper, device=device) for device, buckets in spec.probes
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,33 @@ def test_parameters_that_nobody_exchanges_are_clipped_together(ranks: Ranks, mes
     """Experts that are whole on a rank, and vectors: no exchange, but one norm."""
     job = job_of(mesh, shapes={"experts": (6, 4, 5), "vector": (7,)}, clip_grad_norm=1.0, replicas="repeat")
     assert max(ranks.run(clipped, job)) <= TOLERANCE
+
+
+def told_small(rank: int, job: Job) -> list[str]:
+    """What a rank says of momenta that clipping made tiny."""
+    model = sharded_model(job)
+    optimizer = optimizer_of(model, job)
+    step = compiled(optimizer, job)
+    said: list[str] = []
+    for number in range(2):
+        give(model, number)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said += [str(w.message) for w in found if "norm under eps" in str(w.message)]
+    assert step.stats.recompiles == 0
+    return said
+
+
+@pytest.mark.parametrize("mesh", list(MESHES.values()), ids=list(MESHES))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_who_orthogonalizes_a_small_momentum_says_so(ranks: Ranks, mesh: tuple[int, ...], strategy: str) -> None:
+    job = job_of(mesh, strategy, clip_grad_norm=1e-9)
+    each = ranks.run(told_small, job)
+    said = "".join(line for lines in each for line in lines)
+    assert all(f"'{name}'" in said for name, shape in job.shapes.items() if len(shape) > 1)
+    assert all(len(lines) == len(set(lines)) for lines in each), "once"
+    assert not any(ranks.run(told_small, job_of(mesh, strategy, clip_grad_norm=1.0)))
 
 
 def skipped(rank: int, job: Job, name: str, culprit: int) -> tuple[int, bool, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from muon_compile.lower.cut_inputs import cut_inputs
 from muon_compile.lower.functional import functional_graph
 from muon_compile.npu.audit import audit
 from muon_compile.run.inputs import trace_plan
+from muon_compile.run.vanishing import VanishingWatch
 from tests.npu.plans import make
 
 # float32 throughout: what differs is the order of a sum, which Newton-Schulz enlarges a little.
@@ -104,6 +106,125 @@ def test_clipping_and_skipping_on_inductor() -> None:
             reference.step()
     assert step.skipped == 1
     assert_alike(model, other)
+
+
+SMALL = "norm under eps"
+
+
+def tiny(model: nn.Module, name: str, scale: float) -> None:
+    grad = dict(model.named_parameters())[name].grad
+    assert grad is not None
+    grad.mul_(scale)
+
+
+@pytest.mark.parametrize("eps_mode", ["clamp", "add"])
+@pytest.mark.parametrize("ns", ["standard", "gram"])
+@pytest.mark.parametrize("bound", [{}, {"max_temp_bytes": 600}], ids=["one wave", "waves"])
+def test_a_momentum_under_eps_is_told_once(bound: dict[str, int], ns: str, eps_mode: Any) -> None:
+    model = Model()
+    config = mc.MuonConfig(ns_dtype="float32", ns_steps=2, eps_mode=eps_mode)
+    optimizer = mc.Muon(mc.route(model, verbose=False), lr=0.1, config=config, backend="aot_eager")
+    step = mc.compile_step(optimizer, backend="aot_eager", ns=ns, config=mc.CompileConfig(clip_grad_norm=1e-3, **bound))
+    for number, small in enumerate(((), ("experts",), ("experts",), ("a", "experts"), ("a", "c"), ())):
+        give(model, number)
+        for name in small:
+            tiny(model, name, 1e-12)
+        if number in (1, 3, 4):  # the momentum of the steps before would be in the way
+            for param in model.parameters():
+                optimizer.state[param]["momentum_buffer" if param.dim() > 1 else "exp_avg"].zero_()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said = [str(w.message) for w in told if SMALL in str(w.message)]
+        if number == 1:
+            assert len(said) == 1 and "'experts'" in said[0] and "clip_grad_norm (0.001)" in said[0]
+        elif number == 3:  # a new bucket; of the one that was told of nothing more
+            assert len(said) == 1 and "'a', 'b'" in said[0] and "'experts'" not in said[0]
+        elif number == 4:
+            assert len(said) == 1 and "'c'" in said[0] and "'a'" not in said[0]
+        else:
+            assert not said, number
+    assert step.stats.compiles == 1
+
+
+def test_what_is_zero_or_missing_or_without_a_floor_is_no_small_momentum() -> None:
+    for eps, told in ((1e-7, 1), ("relative", 0), (0.0, 0)):
+        model = Model()
+        config = mc.MuonConfig(ns_dtype="float32", ns_steps=2, eps=eps)  # type: ignore[arg-type]
+        optimizer = mc.Muon(mc.route(model, verbose=False), lr=0.1, config=config, backend="aot_eager")
+        step = mc.compile_step(optimizer, backend="aot_eager", config=mc.CompileConfig(clip_grad_norm=1.0))
+        assert bool(step.plan.watched_norms()) == bool(told)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            give(model, 0, missing=("b",))
+            tiny(model, "a", 0.0)
+            optimizer.step()
+        give(model, 1, 1e-12)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for param in model.parameters():
+                optimizer.state[param]["momentum_buffer" if param.dim() > 1 else "exp_avg"].zero_()
+            optimizer.step()
+        assert sum(SMALL in str(w.message) for w in found) == told
+
+
+def test_small_momenta_are_told_of_where_the_model_is_in_the_graph_and_survive_a_new_plan() -> None:
+    model = nn.Linear(6, 4)
+    config = mc.CompileConfig(clip_grad_norm=1e-9)
+    optimizer = optimizer_of(model)
+    step = mc.compile_train_step(model, nn.MSELoss(), optimizer, backend="aot_eager", config=config)
+    with pytest.warns(UserWarning, match=SMALL):
+        step(numbers((5, 6), 0), numbers((5, 4), 50))
+    optimizer.add_param_group({"params": [("extra", nn.Parameter(numbers((4, 4), 9)))]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        give(model, 1)
+        optimizer.step()
+
+
+@pytest.mark.inductor
+def test_small_momenta_on_inductor() -> None:
+    model, optimizer, step, _, _ = pair("inductor", clip_grad_norm=1e-9)
+    give(model, 0)
+    with pytest.warns(UserWarning, match=SMALL):
+        optimizer.step()
+    assert step.stats.host_launches == 1
+
+
+class _Slow:
+    """Stands for an accelerator: what is on it arrives when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def record(self) -> None:
+        self.done = False
+
+
+def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts on an accelerator are copied behind the step and read when they have come."""
+    plan = mc.make_plan([mc.MatrixSpec(name="w", shape=(4, 6))], clip_grad_norm=1.0)
+    watch = VanishingWatch(plan)
+    watch.counts = torch.zeros(1, dtype=torch.int32, device="meta")
+    event, copies = _Slow(), []
+    monkeypatch.setattr(torch, "Event", lambda kind: event)
+    host = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(torch, "zeros_like", lambda *a, **k: host)
+    monkeypatch.setattr(Tensor, "copy_", lambda self, *a, **k: copies.append(k), raising=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look()  # the first copy is sent
+        host.fill_(1)
+        watch.look()  # it has not come
+    assert copies == [{"non_blocking": True}]
+    event.done = True
+    with pytest.warns(UserWarning, match=SMALL):
+        watch.look()
+    watch.look()
+    assert len(copies) == 2, "nothing is left to tell"
 
 
 def spoil(model: nn.Module, name: str, value: float) -> None:

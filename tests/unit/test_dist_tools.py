@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -51,10 +52,15 @@ def test_growth_is_a_problem_and_resident_slack_is_not() -> None:
 
 
 def test_live_memory_counts_a_storage_once() -> None:
-    before = _soak_rank.live_memory()
-    tensor = torch.zeros(1000)
-    views = [tensor[:10], tensor.view(10, 100)]
-    after = _soak_rank.live_memory()
+    gc.collect()
+    gc.disable()  # what other tests left behind would go meanwhile
+    try:
+        before = _soak_rank.live_memory()
+        tensor = torch.zeros(1000)
+        views = [tensor[:10], tensor.view(10, 100)]
+        after = _soak_rank.live_memory()
+    finally:
+        gc.enable()
     assert (after[0] - before[0], after[1] - before[1]) == (4000, 1 + len(views))
 
 
