@@ -40,19 +40,23 @@ def without_kernels(plan: Plan) -> Plan:
     return replace(plan, native=False, parts=parts, batches=tuple(map(graph, plan.batches)))
 
 
-def train_compiler(backend: str, options: Mapping[str, Any], seen: Callable[[GraphModule], None]) -> Callable[..., Any]:
+def train_compiler(
+    backend: str, options: Mapping[str, Any], compiled: Callable[[GraphModule], None]
+) -> Callable[..., Any]:
     """What ``torch.compile(backend=...)`` takes.
 
     Args:
         backend: One of ``TRAIN_BACKENDS``.
         options: Laid over this library's options of Inductor.
-        seen: Is given every graph before it is compiled.
+        compiled: Is given every graph once it is compiled, and may still refuse it.
     """
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        seen(graph)
         if backend == "aot_eager":
-            return torch._dynamo.lookup_backend("aot_eager")(graph, list(inputs))
-        return inductor.compile_function(graph, inputs, options)
+            made = torch._dynamo.lookup_backend("aot_eager")(graph, list(inputs))
+        else:
+            made = inductor.compile_function(graph, inputs, options)
+        compiled(graph)
+        return made
 
     return compile_graph

@@ -99,12 +99,15 @@ def _difference(what: str, rows: Sequence[tuple[str, Any, list[str]]], group: Pr
 
 
 def exchange_outcomes(
-    error: Exception | None, sequences: Mapping[str, Sequence[str]], groups: Sequence[ProcessGroup]
+    error: Exception | None,
+    sequences: Mapping[str, Sequence[str]],
+    groups: Sequence[ProcessGroup],
+    what: str = "order of collectives",
 ) -> None:
-    """Tell the other ranks whether compiling worked, and compare the order of collectives.
+    """Tell the other ranks whether compiling worked, and compare the order of collectives, or ``what`` is given.
 
     Raises:
-        CompileError: It failed here, or on another rank; or the orders differ.
+        CompileError: It failed here, or on another rank; or the sequences differ.
     """
     mine = None if error is None else f"{type(error).__name__}: {error}"
     problem = None if mine is None else f"rank {dist.get_rank()} failed to compile its step: {mine}"
@@ -115,7 +118,7 @@ def exchange_outcomes(
         with _told(group):
             dist.all_gather_object(rows, (digest, problem, list(sequence)), group=group)
         known = next((row[1] for row in rows if row[1] is not None), None)
-        problem = problem or known or _difference("order of collectives", rows, group)
+        problem = problem or known or _difference(what, rows, group)
     if error is not None:
         raise error
     if problem is not None:

@@ -19,11 +19,13 @@ from muon_compile.build.collectives import all_reduce, broadcast, wait
 from muon_compile.build.step import run_step
 from muon_compile.config import CompileConfig
 from muon_compile.lower.backends import check_backend
+from muon_compile.lower.compiled import CompileError
 from muon_compile.lower.train import TRAIN_BACKENDS, trace_update, train_compiler
 from muon_compile.plan.plan import Plan
 from muon_compile.run.autocast import own_dtypes
 from muon_compile.run.binding import Binding
 from muon_compile.run.compiled_step import CompiledStep, compile_step
+from muon_compile.run.first_call import FirstCall
 from muon_compile.run.inputs import fake_inputs
 from muon_compile.run.loss import LossModule, look
 
@@ -39,12 +41,14 @@ class _Prepared:
         settings: What else it was compiled for: whether each parameter is differentiated, and autocast.
         call: The function.
         presence: What the update's graph is told of gradients; nothing where all are there.
+        first: Its first call, which the copies of the model make together.
     """
 
     binding: Binding
     settings: tuple[object, ...]
     call: Callable[..., Tensor]
     presence: tuple[Tensor, ...]
+    first: FirstCall
 
 
 class TrainStep:
@@ -86,18 +90,25 @@ class TrainStep:
         kind = self._kind
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         settings = (*autocast, *(p.requires_grad for p in binding.reading.params))
-        ready = self._prepared
+        ready, self._prepared = self._prepared, None
         if ready is None or ready.binding is not binding or ready.settings != settings:
-            ready = self._prepared = self._prepare(binding, settings, args, kwargs)
+            first = FirstCall(None if self._ddp is None else self._ddp.process_group)
+            with first.watching():
+                ready = self._prepare(binding, settings, args, kwargs, first)
         binding.hyper.write(hyper)
         others = dict(self._loss.named_buffers())
         try:
-            with own_dtypes(self.step.optimizers):
+            with ready.first.watching(), own_dtypes(self.step.optimizers):
                 loss = ready.call(binding.static_inputs, ready.presence, others, args, dict(kwargs))
-        except BaseException as error:
-            if not isinstance(error, torch._dynamo.exc.TorchDynamoException):  # those are raised before anything runs
-                self.step.break_off(error)
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything runs
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, CompileError):
+                raise inner from None
             raise
+        except BaseException as error:
+            self.step.break_off(error)
+            raise
+        self._prepared = ready
         self.step.end(binding)
         return loss
 
@@ -120,7 +131,12 @@ class TrainStep:
         return [known[id(p)] for p in reading.params]
 
     def _prepare(
-        self, binding: Binding, settings: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        binding: Binding,
+        settings: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        first: FirstCall,
     ) -> _Prepared:
         names, plan = self._names_of(binding), binding.local
         trained = [name for name, p in zip(names, binding.reading.params, strict=True) if p.requires_grad]
@@ -133,9 +149,15 @@ class TrainStep:
             update = trace_update(plan, spec, fake_inputs(plan, spec, hyper), run_step, binding.places)
         presence = tuple(binding.presence(present)) if kind == "masked" else ()
         train = self._function(names, [i for i, p in enumerate(present) if p], written, update.graph, settings[:2])
-        compiler = train_compiler(self._backend, self.step.config.inductor_options, self.graphs.append)
+        alike = [f"a gradient of {name}" for name in names if name in used] + [f"a new {name}" for name in written]
+
+        def compiled(graph: GraphModule) -> None:
+            first.compiled(alike)
+            self.graphs.append(graph)
+
+        compiler = train_compiler(self._backend, self.step.config.inductor_options, compiled)
         call = torch.compile(train, fullgraph=True, backend=compiler)
-        return _Prepared(binding=binding, settings=settings, call=call, presence=presence)
+        return _Prepared(binding=binding, settings=settings, call=call, presence=presence, first=first)
 
     def _function(
         self,

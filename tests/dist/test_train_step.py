@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +65,53 @@ def test_it_is_the_eager_loop(ranks: Ranks, divide: bool) -> None:
     for operators, steps in ranks.run(train, divide, timeout=180):
         assert steps == STEPS
         assert sum("all_reduce" in name for name in operators) >= 1
+
+
+class Fails(nn.Module):
+    """A loss that one rank cannot compute, or that leaves out what the others train."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.how == "batch":
+            raise ValueError("no such batch")
+        return nn.functional.cross_entropy(output.detach() if self.how == "gradients" else output, target)
+
+
+def one_rank_differs(rank: int, how: str) -> tuple[str, bool, float]:
+    """What is said, whether nothing changed, and how the next, sound call goes."""
+    model = wrapped(model_of(seed=0))
+    optimizer = optimizer_of(model.module)
+    loss_fn = Fails(how if rank == 1 else "")
+    step = mc.compile_train_step(model, loss_fn, optimizer, backend="aot_eager")
+    failing = mock.patch.object(torch._dynamo, "lookup_backend", return_value=_no_backend)
+    before = copy.deepcopy(model.module.state_dict())
+    with failing if how == "backend" and rank == 1 else contextlib.nullcontext():
+        said = raised(lambda: step(*batch_of(rank)))
+    same = all(torch.equal(a, b) for a, b in zip(before.values(), model.module.state_dict().values(), strict=True))
+    loss_fn.how = ""
+    return said, same, float(step(*batch_of(rank)))
+
+
+def _no_backend(*_: object) -> None:
+    raise RuntimeError("no backend today")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("batch", "no such batch"),
+        ("backend", "no backend today"),
+        ("gradients", "disagree on the step's gradients and buffers"),
+    ],
+)
+def test_one_rank_that_cannot_compile_or_differs_stops_all_of_them(ranks: Ranks, how: str, why: str) -> None:
+    for said, same, loss in ranks.run(one_rank_differs, how, timeout=25):  # under gloo's own timeout
+        assert why in said
+        assert same
+        assert loss > 0
 
 
 def sharded(rank: int) -> str:
