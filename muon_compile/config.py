@@ -255,7 +255,8 @@ class CompileConfig:
         probes: The step also leaves a few sums per bucket on its device, for ``CompiledStep.probes()``: how orthogonal
             the updates are, and how large they, the weights and the momenta. Without it the graph has none of that.
         clip_grad_norm: Scale all gradients of the step so that their norm together is at most this, as
-            ``torch.nn.utils.clip_grad_norm_`` does before a step; ``.grad`` itself stays as it is. None: leave them.
+            ``torch.nn.utils.clip_grad_norm_`` does before a step; ``.grad`` itself stays as it is. Where that leaves a
+            matrix's momentum under ``eps`` the rank that orthogonalizes it warns, once per bucket. None: leave them.
         nonfinite: What a NaN or an infinity in any gradient does: ``"allow"`` lets it through, as stock does;
             ``"skip"`` leaves everything as it was, on all ranks; ``"raise"`` also says so, at the time of ``check``.
         keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not

@@ -63,10 +63,10 @@ def test_collectives_are_the_plans_and_the_same_on_every_rank(found: dict[str, d
     for name, case in found[version].items():
         assert len(case["collectives"]) == len(case["promised"]), name
         assert bool(case["promised"]) == name.startswith(("four", "hsdp")), name
-        for rank, collectives in enumerate(case.get("ranks", ())):
-            assert collectives == case["collectives"], f"{name}: rank {rank}"
+        for collectives in case.get("ranks", ()):
+            assert collectives == case["collectives"], name
             compared += 1
-    assert compared == 3 * len(SHARDED)
+    assert compared == len(SHARDED)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
