@@ -41,9 +41,16 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _row_squares(x: Tensor) -> Tensor:
-    runs = x.reshape(x.shape[0], -1).split(_NORM_NUMEL, dim=1)
-    norms = torch.stack([torch.linalg.vector_norm(run, dim=1, dtype=_wide(x)) for run in runs])
-    return (norms * norms).sum(dim=0)
+    # In the order of memory: a transposed update would be copied otherwise.
+    order = sorted(range(1, x.dim()), key=x.stride, reverse=True)
+    flat = x.permute(0, *order).reshape(x.shape[0], -1)
+    whole = flat.shape[1] // _NORM_NUMEL * _NORM_NUMEL
+    runs = flat[:, :whole].unflatten(1, (-1, _NORM_NUMEL)) if whole else flat.unsqueeze(1)
+    norms = torch.linalg.vector_norm(runs, dim=2, dtype=_wide(x))
+    if whole and whole < flat.shape[1]:
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True, dtype=_wide(x))
+        norms = torch.cat([norms, rest], dim=1)
+    return (norms * norms).sum(dim=1)
 
 
 def _row_squares_fake(x: Tensor) -> Tensor:
