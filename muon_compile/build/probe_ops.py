@@ -50,7 +50,8 @@ def _row_squares(x: Tensor) -> Tensor:
     if whole and whole < flat.shape[1]:
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True, dtype=_wide(x))
         norms = torch.cat([norms, rest], dim=1)
-    return (norms * norms).sum(dim=1)
+    squares: Tensor = (norms * norms).sum(dim=1)
+    return squares
 
 
 def _row_squares_fake(x: Tensor) -> Tensor:
