@@ -34,7 +34,7 @@ demo: $(READY) ## train a small transformer on real text, eager and compiled
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(READY) ## run the tests of one process; ARGS="-k muon -x" goes to pytest
-	$(BIN)/python -m pytest tests -m "not dist and not npu and not browser" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not dist and not npu and not browser" -n 2 --dist loadfile $(ARGS)
 
 test-dist: $(READY) ## run the tests of several ranks, on gloo
 	$(BIN)/python -m pytest tests -m "dist and not npu" $(ARGS)

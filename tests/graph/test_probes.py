@@ -167,19 +167,19 @@ def test_figures_of_every_kind_of_step(name: str, bound: int, hardware: mc.Hardw
 @inductor
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "bound", "hardware"),
+    ("name", "bound", "hardware", "gaps"),
     [
-        ("bfloat16", 2**31, GRAPH),
-        ("float32", 9000, GRAPH),
-        pytest.param("bfloat16", 9000, NATIVE, marks=needs_kernels),
+        ("bfloat16", 2**31, GRAPH, [()]),
+        ("float32", 9000, GRAPH, [{1, 4}]),
+        pytest.param("bfloat16", 9000, NATIVE, [{1, 4}, ()], marks=needs_kernels),
     ],
     ids=["whole", "waves", "native"],
 )
-def test_figures_through_inductor(name: str, bound: int, hardware: mc.Hardware) -> None:
+def test_figures_through_inductor(name: str, bound: int, hardware: mc.Hardware, gaps: list[Collection[int]]) -> None:
     compile_config = dataclasses.replace(PROBES, max_temp_bytes=bound)
     run = training(CONFIGS[name], backend="inductor", hardware=hardware, compile_config=compile_config)
     assert (len(run.step.plan.waves) > 1) == (bound < 2**31)
-    for seed, missing in enumerate([{1, 4}, ()]):
+    for seed, missing in enumerate(gaps * 2):
         step_and_compare(run, CONFIGS[name], seed, missing)
 
 
