@@ -21,7 +21,7 @@ from _soak_rank import WORLD, Run, Soaked
 
 GROUP_TIMEOUT_S = 20.0
 # Shares of all steps; the other faults are the parent's to place.
-NAN, NOTHING, ONE_RANK, RELOAD = 0.02, 0.02, 0.02, 0.005
+NAN, NOTHING, ONE_RANK, RELOAD = 0.03, 0.03, 0.03, 0.01
 # Matrices that are exchanged: a gradient of theirs that one rank lacks concerns all.
 EXCHANGED = ("even", "wide", "tall", "cols")
 KEPT = 2  # complete checkpoints

@@ -39,6 +39,7 @@ from _soak_rank import MESHES, WORLD, Run
 from soak import ENVIRONMENT
 
 BAD = ("hangs", "corrupted", "silent")
+FAULTS = ("kill", "nan", "nothing", "one rank", "reload")
 # Beyond the group's timeout, on a busy machine.
 SLACK_S = 40.0
 # From a process to its first step, which is compiled.
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--steps", type=int, default=2000, help="default: 2000")
     parser.add_argument("--every", type=int, default=50, metavar="STEPS", help="between checkpoints (default: 50)")
-    parser.add_argument("--kills", type=int, default=3, help="ranks that are killed (default: 3)")
+    parser.add_argument("--kills", type=int, default=6, help="ranks that are killed (default: 6)")
     parser.add_argument("--mesh", choices=sorted(MESHES), default="fsdp")
     parser.add_argument("--strategy", default="auto", metavar="NAME")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
@@ -205,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {"status": status, "says": says, **tally.bad, "events": dict(tally.events), "seconds": time.time() - begun}
     print(f"{args.mesh}, {args.strategy}, seed {args.seed}: {says}")
     print(f"  steps made, again included, and faults: {dict(sorted(tally.events.items()))}")
+    print(f"  faults in all: {sum(tally.events[kind] for kind in FAULTS)}")
     print(f"  {', '.join(f'{kind}: {count}' for kind, count in tally.bad.items())}; {found['seconds']:.0f} s")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
