@@ -259,6 +259,12 @@ class CompileConfig:
             matrix's momentum under ``eps`` the rank that orthogonalizes it warns, once per bucket. None: leave them.
         nonfinite: What a NaN or an infinity in any gradient does: ``"allow"`` lets it through, as stock does;
             ``"skip"`` leaves everything as it was, on all ranks; ``"raise"`` also says so, at the time of ``check``.
+        master_weights: Keep a float32 copy of every bfloat16 or float16 parameter in the state, which the step goes on
+            from, so that updates and decays that are too small for the parameter's dtype add up; AdamW's moments of
+            such parameters are float32 as well. A parameter that somebody else writes (a checkpoint, an average of
+            weights) becomes its copy.
+        rounding: ``"nearest"``; or ``"stochastic"``, which rounds bfloat16 parameters up or down with the probability
+            of what is cut off, so that small updates hold on average, at no memory.
         keep_memory: On the CPU with glibc, keep freed memory in the process, so that a step's large temporaries are not
             page-faulted anew every time. The setting is process-wide; it is made when a step is wrapped, and logged.
 
@@ -280,6 +286,8 @@ class CompileConfig:
     probes: bool = False
     clip_grad_norm: float | None = None
     nonfinite: Literal["allow", "skip", "raise"] = "allow"
+    master_weights: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     keep_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -296,6 +304,8 @@ class CompileConfig:
         _flag(me, "cuda_graphs", self.cuda_graphs)
         _flag(me, "probes", self.probes)
         _flag(me, "keep_memory", self.keep_memory)
+        _flag(me, "master_weights", self.master_weights)
+        _choice(me, "rounding", self.rounding, ("nearest", "stochastic"))
         for name in ("inductor_options", "torchair_options"):
             value = getattr(self, name)
             _expect(me, name, value, "a mapping", isinstance(value, Mapping))

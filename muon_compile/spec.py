@@ -10,6 +10,7 @@ from typing import Literal
 from muon_compile.config import AdamWConfig, MuonConfig
 
 Algorithm = Literal["muon", "adamw"]
+Rounding = Literal["nearest", "stochastic", "master"]
 FLOAT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

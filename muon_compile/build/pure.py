@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muon_compile.build.rounding import MASTER, STEPS
 from muon_compile.build.step import BucketState, run_step
 from muon_compile.config import AdamWConfig
 from muon_compile.plan.exchange import Place
@@ -29,11 +30,16 @@ HYPER_NAMES: dict[Algorithm, tuple[str, ...]] = {
 def bucket_state_shapes(bucket: Bucket) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name, shape and dtype of every stacked state tensor of a bucket."""
     stacked = (bucket.size, *bucket.shape)
+    more: dict[str, tuple[tuple[int, ...], str]] = {}
+    if bucket.rounding == "master":
+        more[MASTER] = (stacked, "float32")
+    elif bucket.rounding == "stochastic":
+        more[STEPS] = ((bucket.size,), "float32")
     if bucket.algorithm == "muon":
-        return {"momentum_buffer": (stacked, bucket.state_dtype)}
+        return {"momentum_buffer": (stacked, bucket.state_dtype)} | more
     assert isinstance(bucket.config, AdamWConfig)
     names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if bucket.config.amsgrad else [])
-    return {"step": ((bucket.size,), "float32")} | dict.fromkeys(names, (stacked, bucket.state_dtype))
+    return {"step": ((bucket.size,), "float32")} | dict.fromkeys(names, (stacked, bucket.state_dtype)) | more
 
 
 def init_state(plan: Plan, params: Tensors | None = None) -> State:
@@ -45,7 +51,8 @@ def init_state(plan: Plan, params: Tensors | None = None) -> State:
 
     Returns:
         By bucket name, the stacked tensors: ``momentum_buffer`` ``[B, *shape]`` for Muon; ``step`` ``[B]`` float32,
-        ``exp_avg`` and ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) ``[B, *shape]`` for AdamW.
+        ``exp_avg`` and ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) ``[B, *shape]`` for AdamW; where the plan says
+        so ``master_weight`` ``[B, *shape]`` float32, which zeros leave to the parameters, or ``rounding_step`` ``[B]``.
     """
     listed = None if params is None else _as_list(plan, params, "params")
     state: State = {}
@@ -118,6 +125,15 @@ class _PureBoundary:
         olds = part.of_params(self.params)
         for index, old, row, factor in zip(bucket.params, olds, delta.unbind(0), decays, strict=True):
             self._params.setdefault(index, []).append((old * factor.to(row.dtype) + row).to(old.dtype))
+
+    def weights(self, part: Stretch) -> Tensor:
+        """The part's parameters, stacked."""
+        return torch.stack(part.of_params(self.params))
+
+    def write(self, part: Stretch, new: Tensor) -> None:
+        """Keep new parameters."""
+        for index, row in zip(part.bucket.params, new.unbind(0), strict=True):
+            self._params.setdefault(index, []).append(row)
 
     def grad_squares(self, part: Stretch) -> Tensor:
         """Sum of the squares of the part's gradients."""

@@ -21,6 +21,7 @@ from muon_compile.build.orthogonalize import Norms, orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
 from muon_compile.build.probe_ops import row_squares, squared_error
 from muon_compile.build.probes import Tally
+from muon_compile.build.rounding import MASTER, STEPS, advance, counted
 from muon_compile.build.sharded import agree_on_presence, exchange_part, exchanged_scale
 from muon_compile.build.vanishing import Vanishing
 from muon_compile.config import AdamWConfig, MuonConfig
@@ -85,6 +86,12 @@ class Boundary(Protocol):
         """``P <- P * decay + update * step_size`` for every parameter of the part (``step_size`` None: 1). Where it is
         probing: sums of squares of P before and of ``update``, ``[2, B]``."""
 
+    def weights(self, part: Stretch) -> Tensor:
+        """The part's parameters as ``[B, *shape]``."""
+
+    def write(self, part: Stretch, new: Tensor) -> None:
+        """Make the part's parameters ``new``, ``[B, *shape]`` of their dtype."""
+
     def observe(self, sums: Mapping[int, Tensor]) -> None:
         """Keep the probes' sums by bucket index, ``[len(COLUMNS)]`` each."""
 
@@ -119,12 +126,13 @@ def run_step(
         if guard.finite is not None:
             boundary.taken(guard.finite)
     looks = _Looks(Tally(plan) if boundary.probing else None, Vanishing(plan) if plan.watched_norms() else None)
+    given = _Given(hyper, presence, places or {}, guard, {})
     for index, wave in enumerate(plan.waves):
         if index:
             boundary.working_on("update", plan.waves[index - 1].parts)
             done = [plan.stretch(i) for i in plan.waves[index - 1].parts]
             boundary.next_wave(done, [plan.stretch(i) for i in wave.parts])
-        _run_wave(plan, wave, boundary, _Given(hyper, presence, places or {}, guard), looks)
+        _run_wave(plan, wave, boundary, given, looks)
     if looks.tally is not None:
         boundary.working_on("update", range(len(plan.parts)))
         boundary.observe(looks.tally.table())
@@ -140,6 +148,8 @@ class _Given(NamedTuple):
     presence: Sequence[Tensor] | None
     places: Mapping[int, Place]
     guard: Guard | None
+    # Random roundings with this one, by the first parameter of a part; filled as they are needed.
+    roundings: dict[int, Tensor]
 
 
 class _Looks(NamedTuple):
@@ -154,7 +164,7 @@ class _Looks(NamedTuple):
 
 
 def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: _Looks) -> None:
-    hyper, presence, places, _ = given
+    hyper, presence, places = given.hyper, given.presence, given.places
     tally = looks.tally
     views: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
@@ -196,10 +206,42 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: 
         if mask is not None:
             decay = torch.where(mask, decay, 1.0)
             step_size = torch.where(mask, 1.0 if step_size is None else step_size, 0.0).to(decay.dtype)
-        both = boundary.apply(part, update, decay, step_size)
+        if bucket.rounding == "nearest":
+            both = boundary.apply(part, update, decay, step_size)
+        else:
+            both = _advance(part, boundary, given.roundings, update, decay, step_size)
         if tally is not None:
             assert both is not None
             tally.update(index, both, shrink, step_size, mask)
+
+
+def _advance(
+    part: Stretch,
+    boundary: Boundary,
+    roundings: dict[int, Tensor],
+    update: Tensor,
+    decay: Tensor,
+    step_size: Tensor | None,
+) -> Tensor | None:
+    """``Boundary.apply`` for parameters that are not just rounded to the nearest."""
+    if part.bucket.rounding == "master":
+        kept = boundary.load(part)[MASTER]
+    else:
+        # Counted once for a parameter that goes through in several parts, and read by nothing but that: a state that
+        # is about to be overwritten has one reader.
+        key = part.bucket.params[0]
+        if key not in roundings:
+            roundings[key] = counted(boundary.load(part)[STEPS], step_size)
+            boundary.store(part, STEPS, roundings[key])
+        kept = roundings[key]
+    base, new, master = advance(part, boundary.weights(part), kept, update, decay, step_size)
+    both: Tensor | None = None
+    if boundary.probing:
+        both = torch.stack([row_squares(base), row_squares(update.to(base.dtype))])
+    if master is not None:
+        boundary.store(part, MASTER, master)
+    boundary.write(part, new)
+    return both
 
 
 def _watch(plan: Plan, masks: Mapping[int, Tensor | None], tally: Tally) -> _Watch:

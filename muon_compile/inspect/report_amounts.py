@@ -64,6 +64,7 @@ def bucket_amounts(plan: Plan) -> list[Amounts]:
     made = []
     for index, bucket in enumerate(plan.buckets):
         numel = local_numel(bucket)
+        master = numel_bytes(numel, "float32") if bucket.rounding == "master" else 0
         state = _states(bucket) * numel_bytes(numel, bucket.state_dtype)
         made.append(
             Amounts(
@@ -71,7 +72,7 @@ def bucket_amounts(plan: Plan) -> list[Amounts]:
                 send_bytes=payload[index, "send"],
                 solve_flops=flops[index],
                 return_bytes=payload[index, "return"],
-                update_bytes=numel_bytes(numel, bucket.dtype),
+                update_bytes=numel_bytes(numel, bucket.dtype) + master,
             )
         )
     return made

@@ -26,6 +26,7 @@ _LIB.define("update_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor st
 _LIB.define("update_probed_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor step_size) -> Tensor")
 _LIB.define("list_squares(Tensor[] tensors) -> Tensor")
 _LIB.define("next_wave_(Tensor(a!)[] tensors) -> ()")
+_LIB.define("write_(Tensor(a!)[] params, Tensor new) -> ()")
 _LIB.define("apply_(Tensor(a!)[] params, Tensor update, Tensor decay, Tensor? step_size) -> ()")
 
 # From this many elements on a parameter is worth its own two calls, which leave it in cache in between.
@@ -124,6 +125,10 @@ def _list_squares_fake(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((len(tensors),), dtype=wide)
 
 
+def _write(params: list[Tensor], new: Tensor) -> None:
+    torch._foreach_copy_(params, list(new.unbind(0)))
+
+
 def _next_wave(tensors: list[Tensor]) -> None:
     """Nothing: what comes before it is done before what comes after it begins."""
 
@@ -135,6 +140,7 @@ def _nothing(*_: object) -> None:
 _LIB.impl("pack", _pack, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_device, "CompositeExplicitAutograd")
 _LIB.impl("apply_", _apply_cpu, "CPU")
+_LIB.impl("write_", _write, "CompositeExplicitAutograd")
 _LIB.impl("momentum_", _momentum, "CPU")
 _LIB.impl("update_", _update, "CPU")
 _LIB.impl("update_probed_", _update_probed, "CPU")
@@ -144,7 +150,7 @@ torch.library.register_fake("muon_compile::pack", _pack_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::momentum_", _momentum_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::update_probed_", _update_probed_fake, lib=_LIB)
 torch.library.register_fake("muon_compile::list_squares", _list_squares_fake, lib=_LIB)
-for _name in ("apply_", "update_", "next_wave_"):
+for _name in ("apply_", "update_", "write_", "next_wave_"):
     torch.library.register_fake(f"muon_compile::{_name}", _nothing, lib=_LIB)
 
 
@@ -184,6 +190,14 @@ def apply_(params: Sequence[Tensor], update: Tensor, decay: Tensor, step_size: T
         first.copy_(new)
         return
     torch.ops.muon_compile.apply_(list(params), delta.to(first.dtype), decay.to(wide), None)
+
+
+def write_(params: Sequence[Tensor], new: Tensor) -> None:
+    """Make B tensors of one shape the rows of ``new``, ``[B, *shape]``."""
+    if len(params) == 1:
+        params[0].copy_(new.squeeze(0))
+        return
+    torch.ops.muon_compile.write_(list(params), new)
 
 
 def native_takes(tensor: Tensor, *dtypes: torch.dtype) -> bool:

@@ -44,6 +44,17 @@ class PlainBoundary(InPlaceBoundary):
         """None: the builder's own operators do it."""
         return None
 
+    def weights(self, part: Stretch) -> Tensor:
+        """The part's parameters, stacked; copied where the probes might read them after they are overwritten."""
+        params = part.of_params(self.params)
+        return torch.stack(params) if self.probing else _stacked(params)
+
+    def write(self, part: Stretch, new: Tensor) -> None:
+        """Write new parameters in place."""
+        params = part.of_params(self.params)
+        for param, row in zip(params, [new.squeeze(0)] if len(params) == 1 else new.unbind(0), strict=True):
+            param.copy_(row)
+
     def apply(self, part: Stretch, update: Tensor, decay: Tensor, step_size: Tensor | None) -> Tensor | None:
         """Decay the part's parameters and add the update."""
         params = part.of_params(self.params)

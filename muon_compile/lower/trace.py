@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muon_compile.config import MuonConfig
-from muon_compile.lower.boundary import apply_, list_squares, momentum_, native_takes, next_wave_, pack, update_
+from muon_compile.lower.boundary import apply_, list_squares, momentum_, native_takes, next_wave_, pack, update_, write_
 from muon_compile.plan.exchange import Place
 from muon_compile.plan.marks import Mark, Phase
 from muon_compile.plan.plan import Plan, Stretch
@@ -227,6 +227,14 @@ class InPlaceBoundary:
             squares = torch.stack([list_squares(params).to(dtype), self.row_squares(update).to(dtype)])
         apply_(params, update, decay, step_size, exact=self.exact)
         return squares
+
+    def weights(self, part: Stretch) -> Tensor:
+        """The part's parameters, stacked."""
+        return pack(part.of_params(self.params))
+
+    def write(self, part: Stretch, new: Tensor) -> None:
+        """Write new parameters in place."""
+        write_(part.of_params(self.params), new)
 
     def row_squares(self, x: Tensor) -> Tensor:
         """Sum of the squares of each row of ``[B, ...]``, ``[B]``; the builder has registered the operator."""

@@ -76,6 +76,7 @@ def _buckets_table(plan: Plan) -> Table:
         groups = sorted(set(bucket.groups))
         shown = ",".join(map(str, groups)) if len(groups) <= 4 else f"{groups[0]}..{groups[-1]}"
         shape = "x".join(map(str, bucket.shape)) or "scalar"
+        dtype += "" if bucket.rounding == "nearest" else f", {bucket.rounding}"
         row = (bucket.name, str(bucket.size), shape, dtype, bucket.state_dtype, bucket.device, shown)
         rows.append((*row, _names(plan, bucket)))
     headings = ("bucket", "B", "shape", "dtype", "state", "device", "groups", "parameters")

@@ -133,7 +133,8 @@ def _shape(side: _Side) -> str:
 
 def _dtypes(side: _Side) -> str:
     bucket = side.bucket
-    return f"{bucket.dtype}, gradient {bucket.grad_dtype}, state {bucket.state_dtype}"
+    kept = "" if bucket.rounding == "nearest" else f", rounding {bucket.rounding}"
+    return f"{bucket.dtype}, gradient {bucket.grad_dtype}, state {bucket.state_dtype}{kept}"
 
 
 def _placement(side: _Side) -> str:

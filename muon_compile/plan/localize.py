@@ -47,10 +47,10 @@ def local_bucket(bucket: Bucket, coordinate_of: CoordinateOf) -> Bucket:
     if layout is None or layout.axis is None:
         return bucket
     coordinate = coordinate_of(layout)
-    shape = layout.local_shape(bucket.shape, coordinate)
+    shape, first = layout.local_shape(bucket.shape, coordinate), sum(layout.sizes[:coordinate])
     if bucket.view is None:
-        return replace(bucket, shape=shape)
-    return replace(bucket, shape=shape, view=_local_view(bucket, layout, coordinate))
+        return replace(bucket, shape=shape, first=first)
+    return replace(bucket, shape=shape, first=first, view=_local_view(bucket, layout, coordinate))
 
 
 def needs_exchange(bucket: Bucket) -> bool:

@@ -14,7 +14,16 @@ from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.convert import make_converter
 from muon_compile.plan.exchange import Exchange, StrategyChoice
 from muon_compile.plan.forms import parse_form
-from muon_compile.spec import FLOAT_BYTES, Algorithm, CollectiveSpec, MatrixSpec, MatrixView, MeshSpec, ShardLayout
+from muon_compile.spec import (
+    FLOAT_BYTES,
+    Algorithm,
+    CollectiveSpec,
+    MatrixSpec,
+    MatrixView,
+    MeshSpec,
+    Rounding,
+    ShardLayout,
+)
 
 PLAN_VERSION = 3
 _CONVERTER = make_converter()
@@ -40,6 +49,9 @@ class Bucket:
             shape and view are the shard's.
         strategy: How matrices that lie on several ranks are made whole; None where none does.
         choice: Why this strategy.
+        rounding: How new parameters become their dtype: ``"nearest"``; ``"stochastic"``; or beside a ``"master"``, a
+            float32 copy in the state.
+        first: In a rank's own plan, where its shard begins along the dim that is cut.
     """
 
     name: str
@@ -56,6 +68,8 @@ class Bucket:
     layout: ShardLayout | None = None
     strategy: str | None = None
     choice: StrategyChoice | None = None
+    rounding: Rounding = "nearest"
+    first: int = 0
 
     @property
     def size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from muon_compile.config import AdamWConfig, MuonConfig
 from muon_compile.plan.assemble import best_plan
@@ -13,7 +14,7 @@ from muon_compile.plan.forms import parse_form
 from muon_compile.plan.hardware import Hardware, default_hardware
 from muon_compile.plan.plan import Bucket, FormChoice, Plan, iteration_key
 from muon_compile.plan.sharding import Rules, rank_strategies
-from muon_compile.spec import MatrixSpec, MeshSpec, ShardLayout, chunk_sizes, matrix_view
+from muon_compile.spec import FLOAT_BYTES, MatrixSpec, MeshSpec, Rounding, ShardLayout, chunk_sizes, matrix_view
 
 STRATEGIES = ("auto", *STRATEGY_NAMES)
 DEFAULT_MAX_TEMP_BYTES = 2 * 1024**3
@@ -36,6 +37,8 @@ def make_plan(
     node_size: int | None = None,
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
+    master_weights: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     hardware: Hardware | None = None,
 ) -> Plan:
     """Make the plan of a step. Deterministic: equal arguments give equal plans, on any machine.
@@ -60,6 +63,8 @@ def make_plan(
             the network, or as many as leave a rank the fewest peers (``plan.exchange.default_node_size``).
         clip_grad_norm: What all gradients' norm is clipped to; None: it is not.
         skip_nonfinite: A NaN or an infinity in any gradient leaves everything as it was, on all ranks.
+        master_weights: The state has a float32 copy of every parameter of fewer bits, which the step goes on from.
+        rounding: How the step rounds to bfloat16 parameters that have no master.
         hardware: Figures of the machine that will run the plan, for devices of its type; other devices and None take
             a fixed preset.
 
@@ -89,13 +94,18 @@ def make_plan(
                 "make_plan: exact=True reproduces torch.optim.Muon, which neither clips nor skips; expected no "
                 "clip_grad_norm and nonfinite='allow'. Clip with torch.nn.utils.clip_grad_norm_ before the step."
             )
+        if master_weights or rounding != "nearest":
+            raise ValueError(
+                "make_plan: exact=True reproduces torch.optim.Muon, which rounds every update to the nearest; expected "
+                "master_weights=False and rounding='nearest'."
+            )
     devices = sorted({spec.device for spec in resolved})
     if (clip_grad_norm is not None or skip_nonfinite) and len(devices) > 1:
         raise ValueError(
             f"make_plan: clip_grad_norm and nonfinite: expected all parameters on one device, got {devices}; clip "
             "with torch.nn.utils.clip_grad_norm_ before the step."
         )
-    buckets = _make_buckets(resolved)
+    buckets = _rounded(_make_buckets(resolved), resolved, master_weights, rounding)
     choices = _choose(buckets, ns, exact, hardware)
     rules = Rules(
         strategy=strategy,
@@ -257,6 +267,38 @@ def _make_buckets(specs: Sequence[MatrixSpec]) -> tuple[Bucket, ...]:
             )
         )
     return tuple(buckets)
+
+
+def _rounded(
+    buckets: Sequence[Bucket], specs: Sequence[MatrixSpec], master_weights: bool, rounding: str
+) -> tuple[Bucket, ...]:
+    """The buckets that are narrower than float32 with their way of rounding.
+
+    Raises:
+        ValueError: An unknown one, masters as well, or a dtype that it is not for.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"make_plan: rounding: expected 'nearest' or 'stochastic', got {rounding!r}.")
+    if master_weights and rounding != "nearest":
+        raise ValueError(
+            "make_plan: expected either master_weights=True or rounding='stochastic', got both: a parameter is its "
+            "master, rounded to the nearest."
+        )
+    kept: Rounding = "master" if master_weights else "stochastic" if rounding == "stochastic" else "nearest"
+    narrow = [bucket for bucket in buckets if FLOAT_BYTES[bucket.dtype] < FLOAT_BYTES["float32"]]
+    for bucket in narrow if kept == "stochastic" else ():
+        if bucket.dtype != "bfloat16":
+            raise ValueError(
+                f"Parameter {specs[bucket.params[0]].name!r}: rounding='stochastic': expected bfloat16 or float32 and "
+                f"wider, got {bucket.dtype}; take master_weights=True."
+            )
+
+    def marked(bucket: Bucket) -> Bucket:
+        # What AdamW's second moment grows by is lost in bfloat16 as a small update is: with masters it is float32 too.
+        wide = kept == "master" and bucket.algorithm == "adamw"
+        return replace(bucket, rounding=kept, state_dtype="float32" if wide else bucket.state_dtype)
+
+    return tuple(marked(bucket) if bucket in narrow else bucket for bucket in buckets)
 
 
 def _choose(buckets: Sequence[Bucket], ns: str, exact: bool, hardware: Hardware | None) -> tuple[FormChoice, ...]:

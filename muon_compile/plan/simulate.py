@@ -229,9 +229,10 @@ def histogram(loads: Sequence[int]) -> tuple[int, ...]:
 
 
 def _state_bytes(bucket: Bucket) -> int:
-    """Parameters, gradients, and momentum or AdamW's two moments, on the first rank: none has more."""
+    """Parameters, their masters, gradients, and momentum or AdamW's two moments, on the first rank: none has more."""
     moments = 2 if isinstance(bucket.config, AdamWConfig) else 1
     each = FLOAT_BYTES[bucket.dtype] + FLOAT_BYTES[bucket.grad_dtype] + moments * FLOAT_BYTES[bucket.state_dtype]
+    each += FLOAT_BYTES["float32"] if bucket.rounding == "master" else 0
     return local_numel(bucket) * each
 
 

@@ -242,9 +242,10 @@ def _direction_bytes(share: Bucket) -> int:
 
 
 def _update_bytes(share: Bucket) -> int:
-    """Update read, parameter read and written."""
+    """Update read, parameter read and written, and its master."""
+    master = 2 * FLOAT_BYTES["float32"] if share.rounding == "master" else 0
     update = share.config.ns_dtype if isinstance(share.config, MuonConfig) else "float32"
-    return local_numel(share) * (2 * FLOAT_BYTES[share.dtype] + FLOAT_BYTES[update])
+    return local_numel(share) * (2 * FLOAT_BYTES[share.dtype] + FLOAT_BYTES[update] + master)
 
 
 def _by_level(rows: Sequence[tuple[int, ...]], network: Network) -> tuple[int, ...]:

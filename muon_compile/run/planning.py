@@ -76,6 +76,8 @@ def plan_reading(reading: Reading, wishes: Wishes) -> tuple[Plan, Hardware | Non
         node_size=config.node_size,
         clip_grad_norm=None if config.clip_grad_norm is None else float(config.clip_grad_norm),
         skip_nonfinite=config.nonfinite != "allow",
+        master_weights=config.master_weights,
+        rounding=config.rounding,
         hardware=hardware,
     )
     if plan.temp_bytes > config.max_temp_bytes:

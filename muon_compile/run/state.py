@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.build.pure import init_state
+from muon_compile.build.rounding import MASTER, STEPS
 from muon_compile.layout import like_param, local_part, local_tensor
 from muon_compile.plan.plan import Plan
 from muon_compile.run.reading import Reading
@@ -70,12 +71,14 @@ class StateStore:
         if not given:
             return
         for name, view in self.views[index].items():
+            if name not in given and name in (MASTER, STEPS):
+                continue  # of a run without them: begun anew from the parameter
             if name not in given:
                 hint = "missing entries are only taken as zero when all of them are missing."
                 raise ValueError(f"State of {spec.name!r}: expected {list(self.views[index])}, got no {name!r}; {hint}")
             value = given[name]
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            fits = shape == tuple(view.shape) or (name == "step" and shape in ((), (1,)))
+            fits = shape == tuple(view.shape) or (name in ("step", STEPS) and shape in ((), (1,)))
             if not fits:
                 raise ValueError(f"State of {spec.name!r}: {name}: expected shape {tuple(view.shape)}, got {shape}.")
 

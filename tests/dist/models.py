@@ -214,7 +214,9 @@ _ALONE: dict[str, Outcome] = {}
 
 def train_alone(job: Job) -> Outcome:
     """The same job in one process, without a mesh; nothing that is about ranks matters to it."""
-    job = replace(job, mesh=(WORLD,), strategy="auto", backend="aot_eager", compile_config=mc.CompileConfig(), plain=())
+    given = job.compile_config
+    config = mc.CompileConfig(master_weights=given.master_weights, rounding=given.rounding)
+    job = replace(job, mesh=(WORLD,), strategy="auto", backend="aot_eager", compile_config=config, plain=())
     if repr(job) not in _ALONE:
         _ALONE[repr(job)] = _train_alone(job)
     return _ALONE[repr(job)]
@@ -223,7 +225,7 @@ def train_alone(job: Job) -> Outcome:
 def _train_alone(job: Job) -> Outcome:
     model = Model(job)
     optimizer = optimizer_of(model, job)
-    step = mc.compile_step(optimizer, backend="aot_eager", ns=job.ns)
+    step = mc.compile_step(optimizer, backend="aot_eager", ns=job.ns, config=job.compile_config)
     for number in range(job.steps):
         give(model, number, scale=0.0 if job.ones else 1.0)
         optimizer.step()

@@ -24,7 +24,7 @@ from muon_compile.npu import stand_in
 from muon_compile.npu.fake_device import name_fake_device
 from muon_compile.plan.plan import Plan
 from muon_compile.run.inputs import trace_plan
-from tests.npu.plans import DTYPES, FORMS, SHARDED, WORLD, groups_of, make
+from tests.npu.plans import DTYPES, FORMS, ROUNDED, SHARDED, WORLD, groups_of, make
 
 RANK = 1
 
@@ -45,6 +45,9 @@ def cases(version: str) -> dict[str, dict[str, Any]]:
     guard: dict[str, Any] = {"clip_grad_norm": 1.0, "skip_nonfinite": True, "probes": True, "dtype": "bfloat16"}
     found["one local guarded and probed"] = {"adamw": adamw} | guard
     found["hsdp guarded and probed"] = {"mesh": "hsdp", "strategy": "all_to_all", "adamw": adamw} | guard
+    for name, kept in ROUNDED.items():
+        found[f"one local {name}"] = {"dtype": "bfloat16", "adamw": adamw} | kept
+        found[f"hsdp {name}"] = {"mesh": "hsdp", "dtype": "bfloat16", "adamw": adamw, "experts": True} | kept
     found["hsdp auto"] = {"mesh": "hsdp", "dtype": "bfloat16", "adamw": adamw, "experts": True}
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import muon_compile as mc
 from muon_compile.plan.exchange import GRAMS, STRATEGY_NAMES
@@ -26,6 +27,11 @@ SHAPES = {"even": (8, 6), "even_too": (8, 6), "five": (5, 8)}
 TALL = {"tall": (40, 5), "tall_too": (40, 5), "uneven": (37, 4)}
 # Experts are whole on 4 ranks, 1 each.
 EXPERTS = {"experts": (4, 6, 5)}
+# What keeps small updates of narrow parameters.
+ROUNDED: dict[str, dict[str, Any]] = {
+    "masters": {"master_weights": True},
+    "at random": {"rounding": "stochastic"},
+}
 VECTORS = {"bias": (8,), "bias_too": (8,), "norm": (6,)}
 
 

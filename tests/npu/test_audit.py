@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from muon_compile.lower.functional import functional_graph
 from muon_compile.npu.audit import Finding, audit, real_converters
 from muon_compile.plan.plan import Plan
 from muon_compile.run.inputs import trace_plan
-from tests.npu.plans import DTYPES, FORMS, SHARDED, WORLD, groups_of, make
+from tests.npu.plans import DTYPES, FORMS, ROUNDED, SHARDED, WORLD, groups_of, make
 
 
 def findings(plan: Plan, rank: int = 0, kind: str | None = None) -> list[Finding]:
@@ -71,6 +73,15 @@ def test_adamw(kind: str, dtype: str, adamw: mc.AdamWConfig) -> None:
     assert findings(make("one", "local", dtype=dtype, adamw=adamw), kind=kind) == []
     if kind == "masked":
         assert findings(make("four", "auto", dtype=dtype, adamw=adamw, experts=True), rank=1) == []
+
+
+@pytest.mark.parametrize("kept", ROUNDED.values(), ids=list(ROUNDED))
+@pytest.mark.parametrize("kind", ["all", "masked"])
+def test_small_updates_that_hold(kind: str, kept: dict[str, Any]) -> None:
+    adamw = mc.AdamWConfig()
+    assert findings(make("one", "local", dtype="bfloat16", adamw=adamw, **kept), kind=kind) == []
+    if kind == "masked":
+        assert findings(make("hsdp", "auto", dtype="bfloat16", adamw=adamw, experts=True, **kept), rank=3) == []
 
 
 def test_waves_and_parts_of_buckets() -> None:

@@ -14,7 +14,7 @@ import torch
 import muon_compile as mc
 from tests.dist.models import MATRICES, TALL, Job
 from tests.dist.ranks import Ranks
-from tests.npu.plans import SHARDED, STEPS, WORLD
+from tests.npu.plans import ROUNDED, SHARDED, STEPS, WORLD
 from tests.npu.running import Run, alone, captured, shared
 from tests.npu.sources import sources
 
@@ -47,6 +47,12 @@ ALONE = {
     "waves": job("local", "standard", "float32", compile_config=mc.CompileConfig(max_temp_bytes=700)),
     "guarded": job("local", "standard", "float32", shapes=SHAPES | VECTOR, compile_config=GUARD),
 }
+ALONE |= {
+    f"{name} bfloat16": job(
+        "local", "standard", "bfloat16", shapes=SHAPES | VECTOR, compile_config=mc.CompileConfig(**kept)
+    )
+    for name, kept in ROUNDED.items()
+}
 CAPTURED = ("standard bfloat16", "gram_split:2,1 float32")
 SHARED = {
     f"{strategy} {ns} {dtype}": job(strategy, ns, dtype)
@@ -56,6 +62,17 @@ SHARED = {
 } | {
     name: job("auto", "standard", "float32", mesh=(2, 2), shapes=SHAPES | VECTOR | {"experts": (4, 6, 5)}, **more)
     for name, more in {"hsdp": {}, "hsdp guarded": {"compile_config": GUARD}}.items()
+}
+SHARED |= {
+    f"hsdp {name} bfloat16": job(
+        "auto",
+        "standard",
+        "bfloat16",
+        mesh=(2, 2),
+        shapes=SHAPES | VECTOR | {"experts": (4, 6, 5)},
+        compile_config=mc.CompileConfig(**kept),
+    )
+    for name, kept in ROUNDED.items()
 }
 
 
