@@ -33,7 +33,7 @@ from _report import progress
 from _textdata import Text, random_windows, standard_library_text
 from checkpoints import latest, load, save, together
 from moe.decoder import MoeConfig, MoeDecoder, losses_of, names, num_active_parameters
-from moe.optimizers import KINDS, optimizer_of
+from moe.optimizers import KINDS, groups_of, optimizer_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -317,7 +317,7 @@ def plan(arguments: argparse.Namespace) -> None:
     mesh = mc.MeshSpec(axes=tuple(zip(axes, arguments.mesh, strict=True)))
     specs = [
         mc.MatrixSpec(name=name, shape=tuple(param.shape), dtype="bfloat16", algorithm=group["algorithm"], group=index)
-        for index, group in enumerate(mc.route(model, verbose=False))
+        for index, group in enumerate(groups_of(model))
         for name, param in group["params"]
     ]
     print(f"{arguments.config}: {sum(p.numel() for p in model.parameters()) / 1e9:.1f} B parameters")

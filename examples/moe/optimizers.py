@@ -63,6 +63,16 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return x.T if tall else x
 
 
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices for Muon, the rest for AdamW, and routers too.
+
+    Adding the same to all of a token's scores changes no probability, so the rows of a router's gradient add up to
+    zero: one of its singular values is nothing but rounding, and Muon would make as much of that as of the others.
+    """
+    routers = [name for name, _ in model.named_parameters() if "router" in name]
+    return mc.route(model, adamw=routers, verbose=False)
+
+
 class Together(Optimizer):
     """Two optimizers that are stepped one after the other, with their groups and state as those of one."""
 
@@ -99,7 +109,7 @@ def optimizer_of(
     adamw = {"lr": config.adamw_lr, "weight_decay": config.weight_decay, "betas": BETAS}
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), eps=EPS, **adamw)
-    groups = mc.route(model, verbose=False)
+    groups = groups_of(model)
     muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
     if kind == "naive":
         params = {group["algorithm"]: [p for _, p in group["params"]] for group in groups}
