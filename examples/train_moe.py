@@ -305,6 +305,7 @@ def summarize(rows: list[Row], validation: float, optimizer: Optimizer) -> None:
     )
     if isinstance(optimizer, mc.Muon):
         stats = optimizer.compiled.stats
+        print(f"sent {stats.bytes} bytes by each rank's part in the step's {stats.collectives} collectives")
         print(f"compiles {stats.compiles}, recompiles {stats.recompiles}, host launches {stats.host_launches} a step")
 
 
