@@ -23,7 +23,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def peak_flops(world: World, dtype: torch.dtype) -> float:
 class Training:
     """A run: model, optimizer, data, and what it measures."""
 
-    def __init__(self, arguments: argparse.Namespace, world: World) -> None:
-        self.config, self.world = MoeConfig.named(arguments.config), world
+    def __init__(self, arguments: argparse.Namespace, world: World, config: MoeConfig | None = None) -> None:
+        self.config, self.world = config or MoeConfig.named(arguments.config), world
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         torch.manual_seed(arguments.seed)  # the same weights on every rank
         with world.device:
@@ -332,7 +332,7 @@ def mesh_of(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     assert __doc__ is not None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -354,7 +354,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank (default: 1)")
     parser.add_argument("--plan", action="store_true", help="print the predicted step on the mesh, and train nothing")
     parser.add_argument("--hardware", default="h100", help="for --plan: a preset's name (default: h100)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     ranks = torch.Size(arguments.mesh).numel()
     if not arguments.plan and ranks != world:
         parser.error(f"--mesh: expected {world} ranks, as many as torchrun started, got {ranks}")
@@ -364,7 +364,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = arguments_of()
     torch.set_num_threads(arguments.threads)
     try:
         plan(arguments) if arguments.plan else train(arguments)

@@ -66,7 +66,7 @@ class MoeConfig:
 
 def names() -> list[str]:
     """Names of the configurations, by size of the file's model."""
-    order = ("tiny", "small", "1b", "30b-a3b", "100b")
+    order = ("tiny", "study", "small", "1b", "30b-a3b", "100b")
     return sorted((path.stem for path in CONFIGS.glob("*.json")), key=order.index)
 
 

@@ -223,6 +223,10 @@ def test_with_the_model_in_the_graph(kept: dict[str, Any]) -> None:
 def test_without_gradient_or_learning_rate_no_bit_changes(kept: dict[str, Any]) -> None:
     model, optimizer, _ = made(kept)
     train(model, optimizer, range(2))
+    with torch.no_grad():
+        model.a[0, 0] = -0.0
+    give(model, 1, missing=("a",))
+    optimizer.step()  # its master follows
     before = dict(zip(SHAPES, bits(model, optimizer), strict=False))
     held = copy.deepcopy({name: dict(optimizer.state[p]) for name, p in model.named_parameters()})
     give(model, 2, missing=("a", "experts", "bias"))
@@ -238,6 +242,7 @@ def test_without_gradient_or_learning_rate_no_bit_changes(kept: dict[str, Any]) 
         give(model, seed, missing=("b",))
         optimizer.step()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert bool(model.a[0, 0].signbit())
 
 
 def test_a_master_follows_whoever_writes_its_parameter() -> None:
@@ -366,6 +371,8 @@ def test_what_is_not_finite_stays_so() -> None:
     for face in (0, _PRIME // 2, _PRIME - 1):
         found = _round_at_random(x, torch.full((4,), face, dtype=torch.int32))
         assert float(found[0]) == math.inf and float(found[1]) == -math.inf and math.isnan(found[2])
+    full = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # one more is a zero
+    assert bool(_round_at_random(full, torch.zeros(2, dtype=torch.int32)).isnan().all())
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
