@@ -358,6 +358,11 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     ranks = torch.Size(arguments.mesh).numel()
     if not arguments.plan and ranks != world:
         parser.error(f"--mesh: expected {world} ranks, as many as torchrun started, got {ranks}")
+    batch = MoeConfig.named(arguments.config).batch
+    if not arguments.plan and batch % ranks:
+        parser.error(f"--mesh: expected ranks that divide the batch of {batch} windows, got {ranks}")
+    if arguments.optimizer != "muon" and (arguments.master_weights or arguments.rounding != "nearest"):
+        parser.error(f"--master-weights, --rounding: expected --optimizer muon, got {arguments.optimizer}")
     if arguments.steps < 1 or arguments.checkpoint_every < 1 or arguments.threads < 1:
         parser.error("--steps, --checkpoint-every, --threads: expected positive integers")
     return arguments

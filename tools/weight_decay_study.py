@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import subprocess
@@ -204,8 +205,9 @@ def best(optimizer: str, decay: float, steps: int, folder: Path) -> float | None
     """The learning rate whose short run ended best on held-out files; None while some are missing."""
     runs = [run for run in sweep(steps) if (run.optimizer, run.decay) == (optimizer, decay)]
     ends = [(last(run, folder, "held-out loss"), run.rate) for run in runs]
-    known = [(loss, rate) for loss, rate in ends if loss is not None]
-    return min(known)[1] if len(known) == len(runs) else None
+    if any(loss is None for loss, _ in ends):
+        return None
+    return min((loss, rate) for loss, rate in ends if loss is not None and math.isfinite(loss))[1]
 
 
 def long_runs(steps: int, folder: Path) -> Iterator[Run]:

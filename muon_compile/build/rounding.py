@@ -63,10 +63,9 @@ def advance(
     return base, _round_at_random(new, _dice(part, kept)).to(old.dtype), None
 
 
-def counted(steps: Tensor, step_size: Tensor | None) -> Tensor:
-    """Roundings ``[B]`` with this one; a parameter without a gradient is not rounded."""
-    masked = step_size is not None and step_size.dim() == 1
-    return steps + ((step_size != 0).to(steps.dtype) if masked and step_size is not None else 1.0)
+def counted(steps: Tensor, mask: Tensor | None) -> Tensor:
+    """Roundings ``[B]`` with this one; a parameter without a gradient (``mask`` ``[B]``, False) is not rounded."""
+    return steps + (1.0 if mask is None else mask.to(steps.dtype))
 
 
 def _round_at_random(x: Tensor, dice: Tensor) -> Tensor:
@@ -88,7 +87,8 @@ def _round_at_random(x: Tensor, dice: Tensor) -> Tensor:
 def _dice(part: Stretch, steps: Tensor) -> Tensor:
     """Integers from 0 to ``_PRIME - 1`` for every element, the same wherever its shard lies: ``[B, *shape]`` int32.
 
-    By place in the plan, step and position within the whole parameter; plain arithmetic that every backend has.
+    By place in the plan (bucket and row), step and position within the whole parameter; plain arithmetic that every
+    backend has.
     """
     bucket, layout, first = part.bucket, part.whole.layout, part.whole.first
     shape = bucket.shape or (1,)
@@ -111,11 +111,14 @@ def _dice(part: Stretch, steps: Tensor) -> Tensor:
         rows = (rows.reshape(-1, 1) * whole[dim] + along(dim)).reshape(-1)
     numbers = torch.arange(bucket.size, dtype=torch.int32, device=device) + part.part.start
     counted = steps.to(torch.int32)
-    name = sum(byte * 257**i for i, byte in enumerate(bucket.name.encode())) % _PRIME
-    key = _mixed(_mixed(_mixed(_mixed(numbers % _PRIME) + name) + counted % _PRIME) + counted % _OTHER)
+    name = sum(byte * 257**i for i, byte in enumerate(bucket.name.encode()))
+    key = _mixed(_mixed(numbers % _PRIME) + name % _PRIME)
+    key = _mixed(_mixed(key + counted % _PRIME) + counted % _OTHER)
+    # Two parameters whose rows have one key have other columns.
+    other = _mixed(_mixed(numbers % _OTHER + 1) + name % _OTHER)
     by_row = _mixed(_mixed(_mixed(rows % _PRIME)[None] + key[:, None]) + (rows % _OTHER)[None])
     columns = along(len(shape) - 1)
-    by_column = _mixed(_mixed(columns % _PRIME)[None] + _mixed(key + 1)[:, None] + (columns % _OTHER)[None])
+    by_column = _mixed(_mixed(columns % _PRIME)[None] + _mixed(key + other)[:, None] + (columns % _OTHER)[None])
     both = by_row[:, :, None] + by_column[:, None, :]
     return _mixed(both).reshape(bucket.size, *bucket.shape)
 

@@ -67,7 +67,7 @@ def exchange_part(
     exact: bool = False,
     tell: Tell = unheard,
     watch: Callable[[Tensor, slice], None] | None = None,
-    norms: Norms | None = None,
+    norms: Callable[[Tensor, slice], None] | None = None,
 ) -> Phases:
     """Orthogonalize a part over the ranks that share it, in phases.
 
@@ -79,7 +79,7 @@ def exchange_part(
         tell: Hears when orthogonalizing begins and when it is over; what comes before is ``"send"``.
         watch: Hears the squared errors of the matrices that this rank orthogonalizes (``build.probe_ops``), and which
             of the part's units they are of.
-        norms: Hears the norms of those matrices.
+        norms: Hears the norms of those matrices, and of which units they are.
 
     Returns:
         Phases, whose result is the update ``[B, *shape]``, this rank's shard; ``exchanged_scale`` has yet to scale it.
@@ -92,8 +92,10 @@ def exchange_part(
     common = exchanged_scale(part)
     units_here = slice(*_solved_units(exchange, place))
 
+    heard: Norms | None = None if norms is None else lambda found: norms(found, units_here)
+
     def solve(y: Tensor) -> Tensor:
-        result = orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel, norms=norms)
+        result = orthogonalize(y, config, exact=exact, form=exchange.form, kernel=exchange.kernel, norms=heard)
         if watch is not None:
             watch(squared_error(result, native=exchange.kernel == "native"), units_here)
         return result
@@ -104,7 +106,7 @@ def exchange_part(
         return result.mT if exchange.transposed else result
 
     def gram(r: Tensor) -> Tensor:
-        q = gram_polynomial(r, config, norms=norms)
+        q = gram_polynomial(r, config, norms=heard)
         if watch is not None:
             watch(gram_squared_error(r, q), units_here)
         return q

@@ -158,9 +158,13 @@ class _Looks(NamedTuple):
     tally: Tally | None
     vanishing: Vanishing | None
 
-    def norms(self, part: int) -> Norms | None:
-        """Hears the norms of a part's matrices."""
-        return None if self.vanishing is None else functools.partial(self.vanishing.norms, part)
+    def norms(self, plan: Plan, part: int, mask: Tensor | None) -> Callable[[Tensor, slice], None] | None:
+        """Hears the norms of a part's matrices, and which of its units they are of."""
+        if self.vanishing is None:
+            return None
+        vanishing, view = self.vanishing, plan.stretch(part).bucket.view
+        assert view is not None
+        return lambda norms, units: vanishing.norms(part, norms, _of_units(mask, view.stacks, units))
 
 
 def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: _Looks) -> None:
@@ -184,10 +188,12 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: 
     shared = [index for index, part in parts.items() if part.part.exchange is not None]
     watch = None if tally is None else _watch(plan, masks, tally)
     phases = [
-        _exchange(plan, index, views[index], places[index], boundary, watch, looks.norms(index)) for index in shared
+        _exchange(plan, index, views[index], places[index], boundary, watch, looks.norms(plan, index, masks[index]))
+        for index in shared
     ]
+    heard = {index: looks.norms(plan, index, masks[index]) for index, p in parts.items() if p.bucket.view is not None}
     results, orthogonal = run_side_by_side(
-        phases, lambda: _orthogonalize_wave(plan, wave, views, boundary, watch, looks)
+        phases, lambda: _orthogonalize_wave(plan, wave, views, boundary, watch, heard)
     )
     exchanged = dict(zip(shared, results, strict=True))
     for index, part in parts.items():
@@ -209,7 +215,7 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: 
         if bucket.rounding == "nearest":
             both = boundary.apply(part, update, decay, step_size)
         else:
-            both = _advance(part, boundary, given.roundings, update, decay, step_size)
+            both = _advance(part, boundary, given.roundings, (update, decay, step_size), mask)
         if tally is not None:
             assert both is not None
             tally.update(index, both, shrink, step_size, mask)
@@ -219,9 +225,8 @@ def _advance(
     part: Stretch,
     boundary: Boundary,
     roundings: dict[int, Tensor],
-    update: Tensor,
-    decay: Tensor,
-    step_size: Tensor | None,
+    change: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
 ) -> Tensor | None:
     """``Boundary.apply`` for parameters that are not just rounded to the nearest."""
     if part.bucket.rounding == "master":
@@ -231,13 +236,13 @@ def _advance(
         # is about to be overwritten has one reader.
         key = part.bucket.params[0]
         if key not in roundings:
-            roundings[key] = counted(boundary.load(part)[STEPS], step_size)
+            roundings[key] = counted(boundary.load(part)[STEPS], mask)
             boundary.store(part, STEPS, roundings[key])
         kept = roundings[key]
-    base, new, master = advance(part, boundary.weights(part), kept, update, decay, step_size)
+    base, new, master = advance(part, boundary.weights(part), kept, *change)
     both: Tensor | None = None
     if boundary.probing:
-        both = torch.stack([row_squares(base), row_squares(update.to(base.dtype))])
+        both = torch.stack([row_squares(base), row_squares(change[0].to(base.dtype))])
     if master is not None:
         boundary.store(part, MASTER, master)
     boundary.write(part, new)
@@ -248,13 +253,16 @@ def _watch(plan: Plan, masks: Mapping[int, Tensor | None], tally: Tally) -> _Wat
     """Notes squared errors, by the mask of the units that they are of."""
 
     def note(index: int, errors: Tensor, units: slice) -> None:
-        mask, view = masks[index], plan.stretch(index).bucket.view
+        view = plan.stretch(index).bucket.view
         assert view is not None
-        if mask is not None:
-            mask = mask[:, None].expand(-1, view.stacks).reshape(-1)[units]
-        tally.orthogonal(index, errors, mask)
+        tally.orthogonal(index, errors, _of_units(masks[index], view.stacks, units))
 
     return note
+
+
+def _of_units(mask: Tensor | None, stacks: int, units: slice) -> Tensor | None:
+    """The mask of parameters ``[B]`` as that of some of their ``B * stacks`` units."""
+    return None if mask is None else mask[:, None].expand(-1, stacks).reshape(-1)[units]
 
 
 def _exchange(
@@ -264,7 +272,7 @@ def _exchange(
     place: Place,
     boundary: Boundary,
     watch: _Watch | None,
-    norms: Norms | None,
+    norms: Callable[[Tensor, slice], None] | None,
 ) -> Phases:
     """``exchange_part``, that says what it is about whenever it goes on: other parts have been at work meanwhile."""
     now: list[Phase] = ["send"]
@@ -325,7 +333,12 @@ def _adamw(part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None
 
 
 def _orthogonalize_wave(
-    plan: Plan, wave: Wave, views: Mapping[int, Tensor], boundary: Boundary, watch: _Watch | None, looks: _Looks
+    plan: Plan,
+    wave: Wave,
+    views: Mapping[int, Tensor],
+    boundary: Boundary,
+    watch: _Watch | None,
+    heard: Mapping[int, Callable[[Tensor, slice], None] | None],
 ) -> dict[int, list[Tensor]]:
     """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
     inputs = []
@@ -347,7 +360,7 @@ def _orthogonalize_wave(
             form=form,
             kernel=kernel,
             in_place=in_place,
-            norms=None if looks.vanishing is None else functools.partial(_hear_norms, looks.vanishing, batch),
+            norms=_hears_norms(batch, heard),
         )
         results = [result] if len(counts) == 1 else list(result.split(counts))
         for piece, part in zip(batch.pieces, results, strict=True):
@@ -360,11 +373,19 @@ def _orthogonalize_wave(
     return blocks
 
 
-def _hear_norms(vanishing: Vanishing, batch: Batch, norms: Tensor) -> None:
-    pieces = batch.pieces
-    each = [norms] if len(pieces) == 1 else norms.split([piece.num_matrices for piece in pieces])
-    for piece, own in zip(pieces, each, strict=True):
-        vanishing.norms(piece.part, own)
+def _hears_norms(batch: Batch, heard: Mapping[int, Callable[[Tensor, slice], None] | None]) -> Norms | None:
+    """Divides a batch's norms among the parts that it is of; None where none of them wants to hear."""
+    listening = [heard[piece.part] for piece in batch.pieces]
+    if not any(listening):
+        return None
+
+    def divide(norms: Tensor) -> None:
+        counts = [piece.num_matrices for piece in batch.pieces]
+        for hear, own in zip(listening, [norms] if len(counts) == 1 else norms.split(counts), strict=True):
+            if hear is not None:
+                hear(own, slice(None))
+
+    return divide
 
 
 def _parts_of(batch: Batch) -> list[int]:

@@ -73,7 +73,8 @@ def part_temp_bytes(bucket: Bucket, kernel_of: KernelOf, native: bool) -> int:
     numel = bucket.size * math.prod(bucket.shape)
     packed = numel_bytes(numel, bucket.grad_dtype) if bucket.size > 1 else 0
     if bucket.view is None:
-        return packed + numel_bytes(numel, "float32")
+        rounded = numel_bytes(numel, "float32") if bucket.rounding != "nearest" else 0
+        return packed + numel_bytes(numel, "float32") + rounded
     config = bucket.config
     assert isinstance(config, MuonConfig)
     wide = numel_bytes(numel, "float32") if config.eps == "relative" else 0

@@ -77,6 +77,12 @@ class StateStore:
                 hint = "missing entries are only taken as zero when all of them are missing."
                 raise ValueError(f"State of {spec.name!r}: expected {list(self.views[index])}, got no {name!r}; {hint}")
             value = given[name]
+            if name in (MASTER, STEPS) and isinstance(value, Tensor) and value.dtype != torch.float32:
+                raise ValueError(
+                    f"State of {spec.name!r}: {name}: expected float32, got {value.dtype}: a plain optimizer's "
+                    "load_state_dict casts state to the parameter's dtype. Call compile_step first and load after it; "
+                    f"or remove {name!r} from the state, to begin anew from the parameter."
+                )
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             fits = shape == tuple(view.shape) or (name in ("step", STEPS) and shape in ((), (1,)))
             if not fits:
@@ -129,7 +135,12 @@ class StateStore:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give the optimizers tensors of their own, as the stock optimizer would have made them."""
+        """Give the optimizers tensors of their own, as the stock optimizer would have made them.
+
+        Moments that were float32 beside masters get the parameter's dtype, without which stock AdamW cannot go on;
+        masters stay, and count again where the parameter is still theirs.
+        """
+        beside = {id(self.reading.params[i]) for b in self.plan.buckets if b.rounding == "master" for i in b.params}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 on_device = bool(group.get("capturable") or group.get("fused"))
@@ -139,4 +150,6 @@ class StateStore:
                         if not isinstance(value, Tensor):
                             continue
                         own = value.detach().clone()
+                        if id(param) in beside and name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                            own = own.to(param.dtype)
                         entry[name] = own.cpu() if name == "step" and not on_device else own

@@ -68,6 +68,7 @@ class TrainStep:
         self._backend = backend
         self._kind = next(p.device.type for p in module.parameters())
         self._prepared: _Prepared | None = None
+        self._agreed = False
         self._names_of(step.param_views())
 
     @property
@@ -92,7 +93,9 @@ class TrainStep:
         settings = (*autocast, *(p.requires_grad for p in binding.reading.params))
         ready, self._prepared = self._prepared, None
         if ready is None or ready.binding is not binding or ready.settings != settings:
-            first = FirstCall(None if self._ddp is None else self._ddp.process_group)
+            # Only until one has gone well: later a rank may prepare anew by itself, for its own batch or autocast.
+            alone = self._ddp is None or self._agreed
+            first = FirstCall(None if alone or self._ddp is None else self._ddp.process_group)
             with first.watching():
                 ready = self._prepare(binding, settings, args, kwargs, first)
         binding.hyper.write(hyper)
@@ -108,7 +111,7 @@ class TrainStep:
         except BaseException as error:
             self.step.break_off(error)
             raise
-        self._prepared = ready
+        self._prepared, self._agreed = ready, True
         self.step.end(binding)
         return loss
 

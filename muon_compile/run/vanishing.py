@@ -63,6 +63,7 @@ class VanishingWatch:
         message = (
             f"The momentum of a matrix in {named[0].name!r} (of {which}){also} has a norm under eps "
             f"({getattr(config, 'eps', 0.0):g}), so it gets less than its step; expected norms well above eps. "
-            f"Raise clip_grad_norm ({self._plan.clip_grad_norm:g}), or use MuonConfig(eps='relative'), without a floor."
+            f"Use MuonConfig(eps='relative'), which has no floor; or where clipping did it, raise clip_grad_norm "
+            f"({self._plan.clip_grad_norm:g})."
         )
         warnings.warn(message, stacklevel=2)

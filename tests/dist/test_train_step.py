@@ -21,6 +21,7 @@ from tests.graph.test_train_step import Model, assert_alike, batch_of, eager_ste
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 WORLD = 2
+Values = dict[str, torch.Tensor]
 STEPS = 3
 
 
@@ -112,6 +113,25 @@ def test_one_rank_that_cannot_compile_or_differs_stops_all_of_them(ranks: Ranks,
         assert why in said
         assert same
         assert loss > 0
+
+
+def one_rank_prepares_anew(rank: int, how: str) -> Values:
+    """Whoever does so is alone with it, and goes on with the others."""
+    model = wrapped(model_of(seed=0))
+    step = mc.compile_train_step(model, nn.CrossEntropyLoss(), optimizer_of(model.module), backend="aot_eager")
+    step(*batch_of(rank))
+    if how == "data" and rank == 0:
+        weight = next(model.module.parameters())
+        weight.data = weight.data.clone()
+    with torch.autocast("cpu", enabled=how == "autocast" and rank == 0):
+        step(*batch_of(2 + rank))
+    return {name: p.detach() for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["data", "autocast"])
+def test_one_rank_may_prepare_anew_by_itself(ranks: Ranks, how: str) -> None:
+    first, second = ranks.run(one_rank_prepares_anew, how, timeout=60)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def sharded(rank: int) -> str:

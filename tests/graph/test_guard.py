@@ -137,7 +137,7 @@ def test_a_momentum_under_eps_is_told_once(bound: dict[str, int], ns: str, eps_m
             optimizer.step()
         said = [str(w.message) for w in told if SMALL in str(w.message)]
         if number == 1:
-            assert len(said) == 1 and "'experts'" in said[0] and "clip_grad_norm (0.001)" in said[0]
+            assert len(said) == 1 and "'experts'" in said[0] and "raise clip_grad_norm (0.001)" in said[0]
         elif number == 3:  # a new bucket; of the one that was told of nothing more
             assert len(said) == 1 and "'a', 'b'" in said[0] and "'experts'" not in said[0]
         elif number == 4:
@@ -166,6 +166,16 @@ def test_what_is_zero_or_missing_or_without_a_floor_is_no_small_momentum() -> No
                 optimizer.state[param]["momentum_buffer" if param.dim() > 1 else "exp_avg"].zero_()
             optimizer.step()
         assert sum(SMALL in str(w.message) for w in found) == told
+
+
+def test_a_small_momentum_without_a_gradient_takes_no_step_and_is_not_told_of() -> None:
+    model, optimizer, _, _, _ = pair(clip_grad_norm=1.0)
+    for name in ("b", "experts"):
+        optimizer.state[dict(model.named_parameters())[name]]["momentum_buffer"].fill_(1e-12)
+    give(model, 0, missing=("b", "experts"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
 def test_small_momenta_are_told_of_where_the_model_is_in_the_graph_and_survive_a_new_plan() -> None:

@@ -302,6 +302,52 @@ def test_state_of_a_run_without_them_begins_from_the_parameters(kept: dict[str, 
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
 
 
+def test_masters_that_a_plain_optimizer_has_rounded_are_refused() -> None:
+    """Its `load_state_dict` casts state to the parameter's dtype, and a rounded master looks like a sound one."""
+    for optimizer_class, kept in ((torch.optim.AdamW, KEPT["masters"]), (torch.optim.Muon, KEPT["at random"])):
+        params = [Parameter(numbers((4, 6), 0).bfloat16())]
+        first = optimizer_class(params, lr=1e-3)
+        mc.compile_step(first, backend="aot_eager", config=mc.CompileConfig(**kept))
+        params[0].grad = numbers((4, 6), 1).bfloat16()
+        first.step()
+        second = optimizer_class([Parameter(params[0].detach().clone())], lr=1e-3)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        with pytest.raises(
+            ValueError, match=r"expected float32, got torch.bfloat16.*compile_step first and load after"
+        ):
+            mc.compile_step(second, backend="aot_eager", config=mc.CompileConfig(**kept))
+
+
+@both
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+def test_stock_goes_on_after_uninstalling(kept: dict[str, Any], kind: type[torch.optim.Optimizer]) -> None:
+    param = Parameter(numbers((4, 6), 0).bfloat16())
+    optimizer = kind([param], lr=0.1)
+    step = mc.compile_step(optimizer, backend="aot_eager", config=mc.CompileConfig(**kept))
+    for seed in range(2):
+        param.grad = numbers((4, 6), 1 + seed).bfloat16()
+        optimizer.step()
+    step.uninstall()
+    before = param.detach().clone()
+    param.grad = numbers((4, 6), 9).bfloat16()
+    optimizer.step()
+    assert not torch.equal(param, before)
+
+
+def test_a_missing_gradient_elsewhere_changes_no_throw() -> None:
+    """Also where warm-up begins with a learning rate of 0, which moves nothing."""
+    ends = []
+    for missing in ((), ("b", "bias")):
+        model, optimizer, _ = made(KEPT["at random"])
+        for seed, lr in enumerate((0.0, 1e-3, 2e-3)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            give(model, seed, missing)
+            optimizer.step()
+        ends.append(bits(model, optimizer)[0])
+    assert torch.equal(*ends)
+
+
 # -- chance ------------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +410,19 @@ def test_it_rounds_up_as_often_as_what_is_cut_off(value: float, share: float) ->
     assert ups == pytest.approx(cut / 2**16, abs=1 / _PRIME)
     if share == 0.0:
         assert ups == 0.0
+
+
+def test_no_two_parameters_throw_alike() -> None:
+    shapes = [(8, 8 + n) for n in range(8) for _ in range(64)]
+    specs = [mc.MatrixSpec(name=f"w{i}", shape=shape, dtype="bfloat16") for i, shape in enumerate(shapes)]
+    plan = mc.make_plan(specs, rounding="stochastic", max_temp_bytes=2**30)
+    found: dict[bytes, int] = {}
+    for index in range(len(plan.parts)):
+        part = plan.stretch(index)
+        for dice in _dice(part, torch.ones(part.bucket.size))[:, :2, :8].contiguous():
+            corner = dice.numpy().tobytes()
+            found[corner] = found.get(corner, 0) + 1
+    assert len(found) == len(shapes) and len(plan.buckets) == 8
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -22,6 +22,7 @@ TINY = MoeConfig.named("tiny")
 # Billions: of all parameters, and of those that a token meets.
 SIZES = {
     "tiny": (4.3e-5, 2.6e-5),
+    "study": (1.48e-4, 8.0e-5),
     "small": (9e-3, 2.7e-3),
     "1b": (1.07, 0.44),
     "30b-a3b": (30.5, 3.0),
@@ -154,7 +155,12 @@ def test_a_cluster_is_planned_without_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(("--mesh", "2x2"), "expected 1 ranks"), (("--mesh", "2x"), "replicas x shards"), (("--steps", "0"), "positive")],
+    [
+        (("--optimizer", "adamw", "--master-weights"), "expected --optimizer muon"),
+        (("--mesh", "2x2"), "expected 1 ranks"),
+        (("--mesh", "2x"), "replicas x shards"),
+        (("--steps", "0"), "positive"),
+    ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused(words: tuple[str, ...], says: str) -> None:

@@ -69,6 +69,8 @@ def test_the_best_rate_is_known_once_its_sweep_is_done(tmp_path: Path) -> None:
         assert study.best("muon", 0.1, 50, tmp_path) is None
         (tmp_path / f"{run.key}.csv").write_text(f"step,figure,value\n10,held-out loss,{loss + 1}\n")
     assert study.best("muon", 0.1, 50, tmp_path) == runs[-1].rate
+    (tmp_path / f"{runs[0].key}.csv").write_text("step,figure,value\n10,held-out loss,nan\n")  # it diverged
+    assert study.best("muon", 0.1, 50, tmp_path) == runs[-1].rate
     planned = list(study.long_runs(50, tmp_path))
     assert {run.decay for run in planned} == {0.1} and {run.rate for run in planned} == {runs[-1].rate}
     assert len(planned) == len({run.key for run in planned}) == 3 * len(study.PRECISIONS) + 1
