@@ -121,6 +121,34 @@ def test_the_same_as_the_graphs_own_operators(name: str, dtype: torch.dtype) -> 
         assert relative(a, b) <= (4e-3 if narrow else 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clipping_stays_on_the_kernels(dtype: torch.dtype) -> None:
+    shapes = [(24, 40), (24, 40), (64, 64)]
+    results = []
+    for hardware in (GRAPH, NATIVE):
+        params = parameters(shapes, dtype)
+        optimizer = mc.Muon(params, lr=0.5, momentum=0.9, weight_decay=0.1, backend="aot_eager")
+        config = mc.CompileConfig(clip_grad_norm=0.5, nonfinite="skip", probes=True)
+        step = mc.compile_step(optimizer, backend="aot_eager", hardware=hardware, ns="standard", config=config)
+        for index in range(4):
+            give(params, index, {1} if index == 1 else None)
+            if index == 2:
+                assert params[0].grad is not None
+                params[0].grad[0, 0] = torch.inf
+            optimizer.step()
+        assert step.skipped == 1
+        nodes = {str(n.target) for n in step._binding.graphs["all"][0].graph.graph.nodes if n.op == "call_function"}
+        assert ("muon_compile.momentum_.default" in nodes) == (hardware is NATIVE)
+        results.append((params, [optimizer.state[p]["momentum_buffer"] for p in params], step.probes().scalars()))
+    (params_1, momenta_1, probes_1), (params_2, momenta_2, probes_2) = results
+    for a, b, start in zip(params_1, params_2, parameters(shapes, dtype), strict=True):
+        change = (a - start).detach().double().norm()
+        assert float((a - b).detach().double().norm()) <= (3e-2 if dtype == torch.float32 else 6e-2) * float(change)
+    for a, b in zip(momenta_1, momenta_2, strict=True):
+        assert relative(a, b) <= (1e-6 if dtype == torch.float32 else 4e-3)
+    assert probes_1.keys() == probes_2.keys()
+
+
 @pytest.mark.parametrize("hardware", [GRAPH, NATIVE], ids=["graph", "native"])
 def test_cut_into_parts_it_gives_the_same(hardware: mc.Hardware) -> None:
     shapes = [(24, 40)] * 5 + [(6, 24, 40)] * 2 + [(40, 24)]

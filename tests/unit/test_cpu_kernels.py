@@ -170,7 +170,8 @@ def test_instruction_sets_agree(form: str, tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("types", [(g, m, o) for g in ("f", "b") for m in ("f", "b") for o in ("f", "b")], ids="".join)
 @pytest.mark.parametrize(("ema", "nesterov"), [(True, True), (True, False), (False, True), (False, False)])
-def test_momentum(types: tuple[str, str, str], ema: bool, nesterov: bool) -> None:
+@pytest.mark.parametrize("scale", [None, 0.125])
+def test_momentum(types: tuple[str, str, str], ema: bool, nesterov: bool, scale: float | None) -> None:
     names = {"f": torch.float32, "b": torch.bfloat16}
     grad_type, state_type, out_type = (names[t] for t in types)
     generator = torch.Generator().manual_seed(1)
@@ -179,11 +180,12 @@ def test_momentum(types: tuple[str, str, str], ema: bool, nesterov: bool) -> Non
     mus = torch.tensor([0.95, 0.5, 0.9], dtype=torch.float64)
     present = torch.tensor([True, False, True])
     old, out = state.clone(), torch.full(state.shape, float("nan"), dtype=out_type)
-    cpu.momentum(grads, state, out, mus, present, ema=ema, nesterov=nesterov)
+    factor = None if scale is None else torch.tensor(scale)
+    cpu.momentum(grads, state, out, mus, present, factor, ema=ema, nesterov=nesterov)
     assert torch.equal(state[1], old[1])
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     for row in (0, 2):
-        g, m, mu = grads[row].double(), old[row].double(), mus[row]
+        g, m, mu = grads[row].double() * (scale or 1.0), old[row].double(), mus[row]
         m = m + (1 - mu) * (g - m) if ema else mu * m + g
         direction = m if not nesterov else g + mu * (m - g) if ema else g + mu * m
         for got, want in ((state[row], m), (out[row], direction)):
