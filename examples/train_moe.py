@@ -151,9 +151,7 @@ class Training:
             strategy=arguments.strategy,
             backend=arguments.backend,
             ns_dtype=arguments.ns_dtype,
-            compile_config=mc.CompileConfig(
-                master_weights=arguments.master_weights, rounding=arguments.rounding, clip_grad_norm=None
-            ),
+            compile_config=mc.CompileConfig(master_weights=arguments.master_weights, rounding=arguments.rounding),
         )
         self.seed = arguments.seed
         self.peak = peak_flops(world, self.dtype)

@@ -10,16 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muon_compile.build.mixing import mixed
 from muon_compile.kernels import cpu
 
 _LIB = torch.library.Library("muon_compile", "FRAGMENT")
 _LIB.define("row_squares(Tensor x) -> Tensor")
 _LIB.define("squared_error(Tensor x, Tensor signs, bool native) -> Tensor")
 
-# The largest prime whose square fits int32; cubes modulo it are a permutation, for it is 2 modulo 3.
-_PRIME = 46_337
-# Of no meaning: without them the first signs alternate.
-_FACTOR, _OFFSET = 20_011, 7_919
 # Elements of one norm: on CPUs torch adds up float32 squares one after the other, and of 20 million 2e-3 goes missing.
 _NORM_NUMEL = 1 << 16
 # Elements that are widened at once where nothing fuses the widening into the product.
@@ -31,9 +28,8 @@ def signs(length: int, device: torch.device) -> Tensor:
 
     Low bits of cubes modulo a prime: a fixed pattern, computed where it is used, by operators that every backend has.
     """
-    index = torch.arange(length, dtype=torch.int32, device=device) % _PRIME
-    x = (index * _FACTOR + _OFFSET) % _PRIME
-    return (1 - 2 * (x * x % _PRIME * x % _PRIME & 1)).to(torch.float32)
+    index = torch.arange(length, dtype=torch.int32, device=device)
+    return (1 - 2 * (mixed(index) & 1)).to(torch.float32)
 
 
 def _wide(x: Tensor) -> torch.dtype:

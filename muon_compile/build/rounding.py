@@ -9,14 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muon_compile.build.mixing import OTHER_PRIME, PRIME, mixed
 from muon_compile.plan.plan import Stretch
 
 MASTER, STEPS = "master_weight", "rounding_step"
-# The largest prime whose square fits int32; cubes modulo it are a permutation, for it is 2 modulo 3.
-_PRIME = 46_337
-# Another one: what numbers are modulo both tells any two apart, up to 2.1e9.
-_OTHER = 46_327
-_FACTOR, _OFFSET = 20_011, 7_919
 _LOW_BITS = 0xFFFF
 
 
@@ -73,19 +69,19 @@ def _round_at_random(x: Tensor, dice: Tensor) -> Tensor:
 
     Args:
         x: float32.
-        dice: As many integers from 0 to ``_PRIME - 1``, evenly distributed.
+        dice: As many integers from 0 to ``PRIME - 1``, evenly distributed.
     """
     bits = x.view(torch.int32)
     low = bits & _LOW_BITS
     # low / 2^16 is cut off; the half puts the thresholds between the faces, so that 0 never moves.
-    up = (dice.to(torch.float32) + 0.5) * ((_LOW_BITS + 1) / _PRIME) < low.to(torch.float32)
+    up = (dice.to(torch.float32) + 0.5) * ((_LOW_BITS + 1) / PRIME) < low.to(torch.float32)
     cut = (bits - low).view(torch.float32)
     next_one = (bits - low + (_LOW_BITS + 1)).view(torch.float32)
     return torch.where(up & torch.isfinite(x), next_one, cut)
 
 
 def _dice(part: Stretch, steps: Tensor) -> Tensor:
-    """Integers from 0 to ``_PRIME - 1`` for every element, the same wherever its shard lies: ``[B, *shape]`` int32.
+    """Integers from 0 to ``PRIME - 1`` for every element, the same wherever its shard lies: ``[B, *shape]`` int32.
 
     By place in the plan (bucket and row), step and position within the whole parameter; plain arithmetic that every
     backend has.
@@ -112,18 +108,12 @@ def _dice(part: Stretch, steps: Tensor) -> Tensor:
     numbers = torch.arange(bucket.size, dtype=torch.int32, device=device) + part.part.start
     counted = steps.to(torch.int32)
     name = sum(byte * 257**i for i, byte in enumerate(bucket.name.encode()))
-    key = _mixed(_mixed(numbers % _PRIME) + name % _PRIME)
-    key = _mixed(_mixed(key + counted % _PRIME) + counted % _OTHER)
+    key = mixed(mixed(numbers % PRIME) + name % PRIME)
+    key = mixed(mixed(key + counted % PRIME) + counted % OTHER_PRIME)
     # Two parameters whose rows have one key have other columns.
-    other = _mixed(_mixed(numbers % _OTHER + 1) + name % _OTHER)
-    by_row = _mixed(_mixed(_mixed(rows % _PRIME)[None] + key[:, None]) + (rows % _OTHER)[None])
+    other = mixed(mixed(numbers % OTHER_PRIME + 1) + name % OTHER_PRIME)
+    by_row = mixed(mixed(mixed(rows % PRIME)[None] + key[:, None]) + (rows % OTHER_PRIME)[None])
     columns = along(len(shape) - 1)
-    by_column = _mixed(_mixed(columns % _PRIME)[None] + _mixed(key + other)[:, None] + (columns % _OTHER)[None])
+    by_column = mixed(mixed(columns % PRIME)[None] + mixed(key + other)[:, None] + (columns % OTHER_PRIME)[None])
     both = by_row[:, :, None] + by_column[:, None, :]
-    return _mixed(both).reshape(bucket.size, *bucket.shape)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A permutation of 0 to ``_PRIME - 1``, of what ``x`` is modulo that; ``x`` at most a few times as much."""
-    x = (x % _PRIME * _FACTOR + _OFFSET) % _PRIME
-    return x * x % _PRIME * x % _PRIME
+    return mixed(both).reshape(bucket.size, *bucket.shape)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import muon_compile as mc
-from muon_compile.build.rounding import _PRIME, _dice, _round_at_random
+from muon_compile.build.mixing import PRIME
+from muon_compile.build.rounding import _dice, _round_at_random
 from muon_compile.plan.localize import localize
 from muon_compile.spec import MeshSpec, ShardLayout
 
@@ -365,8 +366,8 @@ def throws(times: int, plan: mc.Plan) -> Tensor:
 
 def test_dice_are_fair_and_independent() -> None:
     dice = throws(200, plan_of(4, (32, 48)))
-    assert int(dice.min()) >= 0 and int(dice.max()) < _PRIME
-    x = (dice.double() + 0.5) / _PRIME - 0.5
+    assert int(dice.min()) >= 0 and int(dice.max()) < PRIME
+    x = (dice.double() + 0.5) / PRIME - 0.5
     assert abs(float(x.mean())) < 5 / math.sqrt(12 * x.numel())
     variance = float(x.var())
     assert variance == pytest.approx(1 / 12, rel=0.01)
@@ -402,12 +403,12 @@ def test_it_rounds_up_as_often_as_what_is_cut_off(value: float, share: float) ->
     bits_of = low.view(torch.int16).to(torch.int32)
     high = (bits_of + 1).to(torch.int16).view(torch.bfloat16)
     cut = round(share * 2**16)
-    x = (low.float().view(torch.int32) + cut).view(torch.float32).expand(_PRIME).contiguous()
-    found = _round_at_random(x, torch.arange(_PRIME, dtype=torch.int32))
+    x = (low.float().view(torch.int32) + cut).view(torch.float32).expand(PRIME).contiguous()
+    found = _round_at_random(x, torch.arange(PRIME, dtype=torch.int32))
     assert set(found.tolist()) <= {float(low), float(high)}
     assert torch.equal(found, found.to(torch.bfloat16).float()), "bfloat16 holds it"
     ups = float((found == high.float()).double().mean())
-    assert ups == pytest.approx(cut / 2**16, abs=1 / _PRIME)
+    assert ups == pytest.approx(cut / 2**16, abs=1 / PRIME)
     if share == 0.0:
         assert ups == 0.0
 
@@ -427,7 +428,7 @@ def test_no_two_parameters_throw_alike() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, 3.3e38])
-    for face in (0, _PRIME // 2, _PRIME - 1):
+    for face in (0, PRIME // 2, PRIME - 1):
         found = _round_at_random(x, torch.full((4,), face, dtype=torch.int32))
         assert float(found[0]) == math.inf and float(found[1]) == -math.inf and math.isnan(found[2])
     full = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # one more is a zero
