@@ -6,7 +6,7 @@
 
 Trains the configuration `study` of `examples/train_moe.py` (148 thousand parameters) on far more bytes than 20 per
 parameter: Muon with five decays and AdamW with two, each at the best of a few learning rates, which one seed and a
-fifth of the steps decide; then three seeds of each. The same again with bfloat16 parameters (plain, with float32
+third of the steps decide; then three seeds of each. The same again with bfloat16 parameters (plain, with float32
 masters, rounded at random), and on two ranks. Every run leaves a CSV, and one that has is not made again: it can be
 stopped and started at any time. Hours on two cores.
 """
@@ -47,7 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-masters": {"dtype": "bfloat16", "master_weights": True},
     "bf16-random": {"dtype": "bfloat16", "rounding": "stochastic"},
 }
-PRECISION_DECAY, LOOKS, SWEEP_SHARE = 0.1, 60, 5
+PRECISION_DECAY, LOOKS, SWEEP_SHARE = 0.1, 60, 3
 FIELDS = ("step", "figure", "value")
 
 
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make what is missing, then draw."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000, help="of the long runs (default: 10000)")
+    parser.add_argument("--steps", type=int, default=6_000, help="of the long runs (default: 6000)")
     parser.add_argument("--out", type=Path, default=Path("docs/weight-decay"), help="folder of the files")
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each (default: 2)")
