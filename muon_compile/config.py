@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Preset = Literal["torch", "keller", "moonlight", "dion", "hyperparallel"]
-MomentumForm = Literal["ema", "sum"]
+MomentumForm = Literal["ema", "sum", "ema_added"]
 EpsMode = Literal["clamp", "add"]
 Scale = Literal["original", "match_rms_adamw", "spectral_norm", "rms_norm", "none"]
 DTypeName = Literal["bfloat16", "float16", "float32", "float64"]
@@ -105,7 +105,8 @@ class MuonConfig:
 
     Args:
         preset: Whose Muon to reproduce; sets the defaults of the other fields.
-        momentum_form: ``"ema"`` ``M <- M + (1 - mu)(G - M)`` or ``"sum"`` ``M <- mu M + G``.
+        momentum_form: ``"ema"`` ``M <- M + (1 - mu)(G - M)`` or ``"sum"`` ``M <- mu M + G``; ``"ema_added"`` keeps
+            the first and takes ``G + M`` as its Nesterov direction (heavyball).
         momentum_dtype: dtype that momentum is stored in; ``None`` stores it in the gradient's dtype.
         nesterov: Use the Nesterov direction instead of the momentum itself.
         ns_steps: Newton-Schulz iterations, 1 to 99.
@@ -115,7 +116,8 @@ class MuonConfig:
             fastest with. float16 is refused on CPUs, where it is emulated.
         eps: Guard of the normalization, or ``"relative"`` for scale invariance (divide by the largest entry first).
         eps_mode: ``"clamp"`` divides by ``max(norm, eps)``, ``"add"`` by ``norm + eps``.
-        scale: Factor on lr from a matrix's shape ``m x n``.
+        scale: Factor on lr from a matrix's shape ``m x n``, or a number.
+        rms: Root mean square that ``"match_rms_adamw"`` and ``"rms_norm"`` scale updates to.
         split_sizes: Row counts of the blocks of a fused weight; each block is a matrix of its own.
         num_heads: Number of equal row blocks (heads) of the weight; each is a matrix of its own.
         flatten: Read ``[o, i, ...]`` as one ``o x (i ...)`` matrix. ``None`` does so for 4 or more dims; a 3-D
@@ -134,7 +136,8 @@ class MuonConfig:
     ns_dtype: ProductDTypeName = "bfloat16"
     eps: float | Literal["relative"] | None = None
     eps_mode: EpsMode | None = None
-    scale: Scale | None = None
+    scale: Scale | float | None = None
+    rms: float = 0.2
     split_sizes: tuple[int, ...] | None = None
     num_heads: int | None = None
     flatten: bool | None = None
@@ -157,7 +160,14 @@ class MuonConfig:
         )
         _choice(me, "ns_dtype", self.ns_dtype, get_args(ProductDTypeName))
         _choice(me, "eps_mode", self.eps_mode, get_args(EpsMode))
-        _choice(me, "scale", self.scale, get_args(Scale))
+        if isinstance(self.scale, str):
+            _choice(me, "scale", self.scale, get_args(Scale))
+        else:
+            ok = _is_finite(self.scale) and float(self.scale or 0.0) >= 0.0
+            _expect(me, "scale", self.scale, f"one of {get_args(Scale)}, or a finite number >= 0", ok)
+            object.__setattr__(self, "scale", float(self.scale or 0.0))
+        _expect(me, "rms", self.rms, "a finite number > 0", _is_finite(self.rms) and self.rms > 0)
+        object.__setattr__(self, "rms", float(self.rms))
         if self.eps != "relative":
             ok = _is_finite(self.eps) and float(self.eps or 0.0) >= 0.0
             _expect(me, "eps", self.eps, "a finite number >= 0 or 'relative'", ok)
@@ -214,6 +224,10 @@ class AdamWConfig:
         eps: Added to the root of the second moment.
         amsgrad: Use the running maximum of the second moment.
         maximize: Step along the gradient instead of against it.
+        corrected_eps: ``(sqrt(v) + eps)`` is bias-corrected as a whole, so ``eps`` too (Moonlight), instead of
+            ``sqrt(v)`` alone.
+        shared_steps: A parameter without a gradient counts the step too, as where a group has one count for all of its
+            parameters (HyperParallel).
 
     Raises:
         ValueError: ``eps`` is negative or not finite.
@@ -222,12 +236,25 @@ class AdamWConfig:
     eps: float = 1e-8
     amsgrad: bool = False
     maximize: bool = False
+    corrected_eps: bool = False
+    shared_steps: bool = False
 
     def __post_init__(self) -> None:
         _expect("AdamWConfig", "eps", self.eps, "a finite number >= 0", _is_finite(self.eps) and self.eps >= 0)
         object.__setattr__(self, "eps", float(self.eps))
         _flag("AdamWConfig", "amsgrad", self.amsgrad)
         _flag("AdamWConfig", "maximize", self.maximize)
+        _flag("AdamWConfig", "corrected_eps", self.corrected_eps)
+        _flag("AdamWConfig", "shared_steps", self.shared_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig:
+    """The mathematics of one Lion parameter group (Chen et al., "Symbolic discovery of optimization algorithms", arXiv
+    2302.06675): ``P <- P (1 - lr wd) - lr sign(beta1 M + (1 - beta1) G)``, then ``M <- beta2 M + (1 - beta2) G``."""
+
+
+Config = MuonConfig | AdamWConfig | LionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +262,7 @@ class CompileConfig:
     """What is about compiling, and not about the mathematics.
 
     Args:
+        ns_dtype: dtype of all Newton-Schulz products, or ``"auto"``, over what the groups say; None: as they say.
         exact: Reproduce stock ``torch.optim.Muon`` bit for bit: its operators and roundings, matrix by
             matrix, inside the one call.
         max_temp_bytes: Bound on the temporaries that are alive at once, in bytes: buckets beyond it wait for the next
@@ -272,6 +300,7 @@ class CompileConfig:
         ValueError: A field has a value outside its range.
     """
 
+    ns_dtype: ProductDTypeName | None = None
     exact: bool = False
     max_temp_bytes: int = 2 * 1024**3
     max_gather_bytes: int = 1024**3
@@ -292,6 +321,7 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         me = "CompileConfig"
+        _choice(me, "ns_dtype", self.ns_dtype, (None, *get_args(ProductDTypeName)))
         _flag(me, "exact", self.exact)
         _choice(me, "replicas", self.replicas, ("divide", "repeat"))
         _choice(me, "comm_dtype", self.comm_dtype, (None, "bfloat16", "float16", "float32", "float64"))

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.config import AdamWConfig, Config, LionConfig, MuonConfig
 
-Algorithm = Literal["muon", "adamw"]
+Algorithm = Literal["muon", "adamw", "lion"]
+CONFIGS: dict[Algorithm, type[Config]] = {"muon": MuonConfig, "adamw": AdamWConfig, "lion": LionConfig}
 Rounding = Literal["nearest", "stochastic", "master"]
 FLOAT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -125,7 +126,7 @@ class MatrixSpec:
         dtype: dtype of the parameter, such as ``"float32"``.
         grad_dtype: dtype of its gradient; ``None`` means the parameter's.
         device: Device, such as ``"cpu"`` or ``"cuda:0"``.
-        algorithm: ``"muon"`` or ``"adamw"``.
+        algorithm: ``"muon"``, ``"adamw"`` or ``"lion"``.
         group: Index of the hyperparameter group it belongs to.
         config: The group's mathematics; ``None`` takes what ``make_plan`` is given.
         layout: How it lies on a mesh; None: this rank alone has it.
@@ -142,7 +143,7 @@ class MatrixSpec:
     device: str = "cpu"
     algorithm: Algorithm = "muon"
     group: int = 0
-    config: MuonConfig | AdamWConfig | None = None
+    config: Config | None = None
     layout: ShardLayout | None = None
     strategy: str | None = None
 
@@ -162,8 +163,9 @@ class MatrixSpec:
                 f"Parameter {self.name!r}: expected dims and a group index >= 0, "
                 f"got shape {self.shape} and group {self.group}."
             )
-        if self.algorithm not in ("muon", "adamw"):
-            raise ValueError(f"Parameter {self.name!r}: algorithm: expected 'muon' or 'adamw', got {self.algorithm!r}.")
+        if self.algorithm not in CONFIGS:
+            known = ", ".join(map(repr, CONFIGS))
+            raise ValueError(f"Parameter {self.name!r}: algorithm: expected one of {known}, got {self.algorithm!r}.")
         if self.algorithm == "muon" and len(self.shape) < 2:
             raise ValueError(
                 f"Parameter {self.name!r}: Muon takes matrices (2-D) or stacks of them, got shape {self.shape}. "
@@ -174,7 +176,7 @@ class MatrixSpec:
                 f"Parameter {self.name!r}: strategy: only Muon exchanges matrices, so it is expected in Muon groups "
                 f"alone, got {self.strategy!r} for {self.algorithm!r}."
             )
-        expected = MuonConfig if self.algorithm == "muon" else AdamWConfig
+        expected = CONFIGS[self.algorithm]
         if self.config is not None and not isinstance(self.config, expected):
             raise ValueError(
                 f"Parameter {self.name!r}: config: algorithm {self.algorithm!r} takes {expected.__name__}, "

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.config import Config
 from muon_compile.spec import Algorithm
 
 Group = Mapping[str, Any]
 
 
 class Adapter(Protocol):
-    """How an optimizer's parameter groups are read. Every method takes one live ``param_groups`` entry."""
+    """How an optimizer is read: what its parameter groups mean, and what it calls its state.
+
+    The first five members are needed; the others have defaults that fit an optimizer which keeps its state as torch's
+    do. Inherit from this class or not, as you like. Methods take a live ``param_groups`` entry and are called every
+    step, so that schedulers go on working.
+    """
 
     @property
     def class_paths(self) -> tuple[str, ...]:
@@ -27,30 +33,134 @@ class Adapter(Protocol):
         """Group entries that shape the graph; when one changes, the step is planned anew."""
 
     def algorithm(self, group: Group) -> Algorithm:
-        """``"muon"`` or ``"adamw"``."""
+        """``"muon"``, ``"adamw"`` or ``"lion"``."""
 
-    def config(self, group: Group) -> MuonConfig | AdamWConfig:
+    def config(self, group: Group) -> Config:
         """The group's mathematics. Raises ValueError or NotImplementedError for what the step cannot do."""
 
     def hyper(self, group: Group) -> dict[str, float | Tensor]:
-        """What may change every step: ``lr``, ``weight_decay``, ``momentum`` (Muon) or ``beta1``, ``beta2`` (AdamW)."""
+        """What may change every step: ``lr``, ``weight_decay``, and ``momentum`` (Muon) or ``beta1``, ``beta2``."""
+
+    missing_gradient: Literal["skip", "zero"] = "skip"
+    """What a parameter without a gradient does: nothing, or a step with a gradient of zeros."""
+
+    grad_names: tuple[str, ...] = ("grad",)
+    """Attributes of a parameter that may hold its gradient, the first that is not None counts."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse what is not in the groups: callbacks, modes. Raises NotImplementedError."""
+        return
+
+    def groups(self, optimizer: Optimizer) -> Sequence[Group]:
+        """The groups; one that holds two algorithms' parameters is given as two (``part_of``)."""
+        return optimizer.param_groups
+
+    def state_names(self, optimizer: Optimizer, group: Group) -> Mapping[str, str]:
+        """What the optimizer calls ``momentum_buffer``, ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq`` and ``step``,
+        where it has another name for them."""
+        return {}
+
+    def state_of(self, entry: dict[Any, Any]) -> dict[str, Any]:
+        """Where in a parameter's ``optimizer.state`` entry those are."""
+        return entry
+
+    def read_state(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state under this library's names, completed by what the optimizer keeps elsewhere."""
+        return state
+
+    def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
+        """The step is taken out: make a parameter's state, under the optimizer's names, what it can go on from."""
+        return
+
+    def collect_state(self, optimizer: Optimizer) -> None:
+        """Called once, on every rank, before state is read: give each rank the state that only its owner has."""
+        return
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """What the optimizer's own step does besides: count steps in its groups, say."""
+        return
 
 
+class FamilyAdapter(Adapter):
+    """An adapter of classes that people copy into their own code.
+
+    Args:
+        class_paths: Module path and name of your copy; none: those of the original.
+    """
+
+    class_paths: tuple[str, ...] = ()
+    config_keys: tuple[str, ...] = ()
+
+    def __init__(self, *class_paths: str) -> None:
+        if class_paths:
+            self.class_paths = class_paths
+
+
+_NEEDED = ("class_paths", "config_keys", "algorithm", "config", "hyper")
 _ADAPTERS: dict[str, Adapter] = {}
 
 
-def register_adapter(adapter: Adapter) -> None:
+class _Completed:
+    """An adapter that does not inherit, with the defaults for what it leaves out."""
+
+    def __init__(self, adapter: object) -> None:
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._adapter, name):
+            return getattr(self._adapter, name)
+        default = getattr(Adapter, name)
+        return MethodType(default, self._adapter) if inspect.isfunction(default) else default
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chain of them holds by name (HyperParallel's ``ChainedOptimizer``), or itself."""
+    held = getattr(optimizer, "optimizers_dict", None)
+    if isinstance(optimizer, Optimizer) or not isinstance(held, Mapping):
+        return [optimizer]
+    return list(held.values())
+
+
+def refuse(optimizer: str, given: Mapping[str, object], expected: str) -> None:
+    """Refuse options that the step does not have.
+
+    Raises:
+        NotImplementedError: There are any; names them.
+    """
+    if given:
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise NotImplementedError(
+            f"{optimizer}: {listed}: the compiled step has no such thing; expected {expected}. Leave it to the "
+            "optimizer's own step."
+        )
+
+
+def part_of(group: Group, chosen: Callable[[Tensor], bool], **entries: Any) -> Group | None:
+    """A group of some of a group's parameters, with entries of its own; None where there are none."""
+    names = group.get("param_names") or [None] * len(group["params"])
+    kept = [(p, n) for p, n in zip(group["params"], names, strict=True) if chosen(p)]
+    if not kept:
+        return None
+    part = {**group, **entries, "params": [p for p, _ in kept]}
+    return part | ({"param_names": [n for _, n in kept]} if group.get("param_names") else {})
+
+
+def register_adapter(adapter: object) -> None:
     """Make an optimizer class known to ``compile_step``; an adapter for the same class is replaced.
+
+    Args:
+        adapter: See ``Adapter``.
 
     Raises:
         TypeError: A member of the protocol is missing.
     """
-    members = ("class_paths", "config_keys", "algorithm", "config", "hyper")
-    missing = [name for name in members if not hasattr(adapter, name)]
+    missing = [name for name in _NEEDED if getattr(type(adapter), name, None) is getattr(Adapter, name)]
+    missing += [name for name in _NEEDED if not hasattr(adapter, name)]
     if missing:
-        raise TypeError(f"register_adapter: expected an adapter with {members}, got one without {missing}.")
-    for path in adapter.class_paths:
-        _ADAPTERS[path] = adapter
+        raise TypeError(f"register_adapter: expected an adapter with {_NEEDED}, got one without {missing}.")
+    complete = adapter if Adapter in type(adapter).__mro__ else _Completed(adapter)
+    for path in cast(Adapter, adapter).class_paths:
+        _ADAPTERS[path] = cast(Adapter, complete)
 
 
 def known_optimizers() -> list[str]:
@@ -68,6 +178,7 @@ def find_adapter(optimizer: Optimizer) -> Adapter:
 
     Raises:
         TypeError: No adapter knows the class; the message lists those that are known.
+        NotImplementedError: The optimizer does something that the step does not.
     """
     cls = type(optimizer)
     for base in cls.__mro__:
@@ -76,6 +187,7 @@ def find_adapter(optimizer: Optimizer) -> Adapter:
             continue
         if inspect.unwrap(cls.step) is not inspect.unwrap(base.step):
             break
+        adapter.check(optimizer)
         return adapter
     known = ", ".join(known_optimizers())
     raise TypeError(

@@ -24,15 +24,16 @@ def adamw_update(
         state: ``exp_avg`` and ``exp_avg_sq`` ``[B, ...]``, ``step`` ``[B]`` (steps done), with amsgrad also
             ``max_exp_avg_sq``.
         hyper: ``lr``, ``beta1``, ``beta2``: 0-d or ``[B]``, float64; float32 on devices that have no float64.
-        config: Its ``eps``, ``amsgrad`` and ``maximize``.
-        mask: ``[B]`` bool; where it is False the state keeps its value, by its coefficients, and the update is zero.
+        config: The mathematics.
+        mask: ``[B]`` bool; where it is False the state keeps its value, by its coefficients, and the update is zero
+            (``shared_steps`` counts all the same).
 
     Returns:
         The new state and the update ``[B, ...]``, in float32 or better. The caller rounds the moments.
     """
     dims = (-1,) + (1,) * (grad.dim() - 1)
     beta1, beta2 = hyper["beta1"], hyper["beta2"]
-    step = state["step"] + (1 if mask is None else mask.to(state["step"].dtype))
+    step = state["step"] + (1 if mask is None or config.shared_steps else mask.to(state["step"].dtype))
     wide = torch.promote_types(torch.promote_types(grad.dtype, state["exp_avg"].dtype), torch.float32)
 
     def column(value: Tensor, absent: float) -> Tensor:
@@ -53,7 +54,10 @@ def adamw_update(
     count = step.to(beta1.dtype)
     size = hyper["lr"] / _complement(beta1, count)
     root = _complement(beta2, count).sqrt()
-    update = -column(size, 0.0) * (first / (second.sqrt() / column(root, 1.0) + config.eps))
+    if config.corrected_eps:
+        update = -column(size * root, 0.0) * (first / (second.sqrt() + config.eps))
+    else:
+        update = -column(size, 0.0) * (first / (second.sqrt() / column(root, 1.0) + config.eps))
     return new, update
 
 

@@ -27,10 +27,11 @@ def direction(
     """
     wide = torch.promote_types(torch.promote_types(grad.dtype, momentum.dtype), torch.float32)
     g, m, look = grad.to(wide), momentum.to(wide), mu.to(wide)
-    if config.momentum_form == "ema":
+    if config.momentum_form != "sum":
         add = _where(mask, 1 - mu, 0.0).to(wide)
         m = m + add * (g - m)
-        return m, (g + look * (m - g) if config.nesterov else m)
+        ahead = g + m if config.momentum_form == "ema_added" else g + look * (m - g)
+        return m, (ahead if config.nesterov else m)
     m = _where(mask, mu, 1.0).to(wide) * m + g
     return m, (g + look * m if config.nesterov else m)
 

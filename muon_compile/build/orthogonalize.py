@@ -23,10 +23,12 @@ _TINY = 1e-30
 
 def shape_scale(config: MuonConfig, rows: int, cols: int) -> float:
     """Factor on lr for a ``rows x cols`` matrix (``semantics``: scale(m, n))."""
+    if isinstance(config.scale, float):
+        return config.scale
     if config.scale == "original":
         return math.sqrt(max(1.0, rows / cols))
     if config.scale in ("match_rms_adamw", "rms_norm"):
-        return 0.2 * math.sqrt(max(rows, cols))
+        return config.rms * math.sqrt(max(rows, cols))
     if config.scale == "spectral_norm":
         return math.sqrt(rows / cols)
     return 1.0

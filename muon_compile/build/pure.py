@@ -24,6 +24,7 @@ Tensors = Sequence[Tensor] | Mapping[str, Tensor]
 HYPER_NAMES: dict[Algorithm, tuple[str, ...]] = {
     "muon": ("lr", "weight_decay", "momentum"),
     "adamw": ("lr", "weight_decay", "beta1", "beta2"),
+    "lion": ("lr", "weight_decay", "beta1", "beta2"),
 }
 
 
@@ -37,7 +38,8 @@ def bucket_state_shapes(bucket: Bucket) -> dict[str, tuple[tuple[int, ...], str]
         more[STEPS] = ((bucket.size,), "float32")
     if bucket.algorithm == "muon":
         return {"momentum_buffer": (stacked, bucket.state_dtype)} | more
-    assert isinstance(bucket.config, AdamWConfig)
+    if not isinstance(bucket.config, AdamWConfig):
+        return {"exp_avg": (stacked, bucket.state_dtype)} | more
     names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if bucket.config.amsgrad else [])
     return {"step": ((bucket.size,), "float32")} | dict.fromkeys(names, (stacked, bucket.state_dtype)) | more
 
@@ -51,8 +53,9 @@ def init_state(plan: Plan, params: Tensors | None = None) -> State:
 
     Returns:
         By bucket name, the stacked tensors: ``momentum_buffer`` ``[B, *shape]`` for Muon; ``step`` ``[B]`` float32,
-        ``exp_avg`` and ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) ``[B, *shape]`` for AdamW; where the plan says
-        so ``master_weight`` ``[B, *shape]`` float32, which zeros leave to the parameters, or ``rounding_step`` ``[B]``.
+        ``exp_avg`` and ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) ``[B, *shape]`` for AdamW, ``exp_avg`` for
+        Lion; where the plan says so ``master_weight`` ``[B, *shape]`` float32, which zeros leave to the parameters, or
+        ``rounding_step`` ``[B]``.
     """
     listed = None if params is None else _as_list(plan, params, "params")
     state: State = {}

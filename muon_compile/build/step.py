@@ -16,6 +16,7 @@ from torch import Tensor
 
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.guard import Guard, look_at_gradients
+from muon_compile.build.lion import lion_update
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import Norms, orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
@@ -34,7 +35,7 @@ Hyper = Sequence[Mapping[str, Tensor]]
 BucketState = Mapping[str, Tensor]
 # Hears of a part's matrices: its index, their squared errors, and which of its units they are of.
 _Watch: TypeAlias = Callable[[int, Tensor, slice], None]
-_FIRST_MOMENT: Mapping[Algorithm, str] = {"muon": "momentum_buffer", "adamw": "exp_avg"}
+_FIRST_MOMENT: Mapping[Algorithm, str] = {"muon": "momentum_buffer", "adamw": "exp_avg", "lion": "exp_avg"}
 
 
 class Boundary(Protocol):
@@ -180,7 +181,7 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: 
         if part.bucket.algorithm == "muon":
             views[index], squares = _muon_direction(plan, part, boundary, given, masks[index])
         else:
-            updates[index], squares = _adamw(part, boundary, given, masks[index]), None
+            updates[index], squares = _elementwise(part, boundary, given, masks[index]), None
         if tally is not None:
             if squares is None:
                 squares = row_squares(boundary.load(part)[_FIRST_MOMENT[part.bucket.algorithm]])
@@ -321,12 +322,15 @@ def _gradients(part: Stretch, boundary: Boundary, guard: Guard | None) -> Tensor
     return grad if guard is None else guard.of(grad)
 
 
-def _adamw(part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None) -> Tensor:
+def _elementwise(part: Stretch, boundary: Boundary, given: _Given, mask: Tensor | None) -> Tensor:
+    """AdamW or Lion."""
     config = part.bucket.config
-    assert isinstance(config, AdamWConfig)
     grad, state = _gradients(part, boundary, given.guard), boundary.load(part)
     values = {name: _column(given.hyper, part.bucket, name) for name in ("lr", "beta1", "beta2")}
-    new, update = adamw_update(grad, state, values, config, mask)
+    if isinstance(config, AdamWConfig):
+        new, update = adamw_update(grad, state, values, config, mask)
+    else:
+        new, update = lion_update(grad, state, values, mask)
     for name, value in new.items():
         boundary.store(part, name, value)
     return update

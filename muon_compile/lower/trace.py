@@ -210,6 +210,8 @@ class InPlaceBoundary:
         if not self.native or not native_takes(grads[0], state.dtype, dtype):
             return None
         assert isinstance(config, MuonConfig)
+        if config.momentum_form == "ema_added":
+            return None
         ema = config.momentum_form == "ema"
         nesterov, probing = bool(config.nesterov), self.probing
         factors = (mu, mask, scale)

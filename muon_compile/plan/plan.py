@@ -10,7 +10,7 @@ from typing import Any
 
 import cattrs
 
-from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.config import Config, MuonConfig
 from muon_compile.plan.convert import make_converter
 from muon_compile.plan.exchange import Exchange, StrategyChoice
 from muon_compile.plan.forms import parse_form
@@ -35,7 +35,7 @@ class Bucket:
 
     Args:
         name: Unique name within the plan.
-        algorithm: ``"muon"`` or ``"adamw"``.
+        algorithm: ``"muon"``, ``"adamw"`` or ``"lion"``.
         params: Indices into ``Plan.specs``; row i of the stacked state belongs to ``params[i]``.
         groups: Hyperparameter group of each of them.
         shape: Shape of one parameter; the stacked state is ``[B, *shape]``.
@@ -63,7 +63,7 @@ class Bucket:
     grad_dtype: str
     state_dtype: str
     device: str
-    config: MuonConfig | AdamWConfig
+    config: Config
     view: MatrixView | None
     layout: ShardLayout | None = None
     strategy: str | None = None

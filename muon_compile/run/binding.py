@@ -31,7 +31,7 @@ from muon_compile.run.inputs import buckets_by_device, input_spec
 from muon_compile.run.nodes import node_groups
 from muon_compile.run.probes import ProbeTables
 from muon_compile.run.progress import compiling
-from muon_compile.run.reading import Reading
+from muon_compile.run.reading import Reading, live_gradient
 from muon_compile.run.state import StateStore
 from muon_compile.run.stats import StepStats
 from muon_compile.run.vanishing import VanishingWatch
@@ -89,6 +89,9 @@ class Binding:
         self._param_facts = [(p.shape, p.dtype) for p in self._params]
         self._presence: list[HostVector] = []
         self._absent: dict[int, Tensor] = {}
+        owners = [reading.adapter(i) for i in range(len(reading.params))]
+        self._zero_missing = {i for i, adapter in enumerate(owners) if adapter.missing_gradient == "zero"}
+        self._elsewhere = {i: a.grad_names for i, a in enumerate(owners) if tuple(a.grad_names) != ("grad",)}
         self._bucket_of = {i: b for b, bucket in enumerate(plan.buckets) for i in bucket.params}
 
     def _coordinate(self, layout: ShardLayout) -> int:
@@ -158,7 +161,9 @@ class Binding:
         """
         grads: list[Tensor | None] = []
         for index, (param, (shape, dtype)) in enumerate(zip(self.reading.params, self._grad_facts, strict=True)):
-            grad = param.grad
+            grad = param.grad if index not in self._elsewhere else live_gradient(param, self._elsewhere[index])
+            if grad is None and index in self._zero_missing:
+                grad = self._absent_grad(index)
             if self._sharded and isinstance(grad, DTensor):
                 grad = self._local_grad(index, grad)
             if grad is not None and (

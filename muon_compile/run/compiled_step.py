@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from muon_compile.adapters import leaves_of
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
 from muon_compile.layout import replicate_group
@@ -72,6 +73,8 @@ class CompiledStep:
         check_backend(backend, devices if check_compiler else (), config, reading.meshes.groups())
         # What planning refuses is refused here, before anything changes.
         _, self._hardware = plan_reading(reading, self._wishes)
+        for one, adapter in zip(self.optimizers, self._adapters, strict=True):
+            adapter.collect_state(one)
         if not any(p.device.type == "meta" for p in reading.params):
             self._bind()
         if config.keep_memory and any(spec.device.startswith("cpu") for spec in reading.specs):
@@ -217,6 +220,8 @@ class CompiledStep:
     def end(self, binding: Binding) -> None:
         """A step was launched: count it, and look at its outcome where that is to be done at once."""
         binding.tell_autograd()
+        for optimizer, adapter in zip(self.optimizers, self._adapters, strict=True):
+            adapter.after_step(optimizer)
         self.stats.steps += 1
         if binding.probes is not None:
             binding.probes.step = self.stats.steps
@@ -320,8 +325,8 @@ class CompiledStep:
 
 
 def compile_step(
-    optimizer: Optimizer,
-    *more: Optimizer,
+    optimizer: Any,
+    *more: Any,
     backend: str = "inductor",
     strategy: str = "auto",
     ns: str = "auto",
@@ -334,7 +339,8 @@ def compile_step(
     """Compile the whole step of an optimizer into one graph, which ``optimizer.step()`` then runs with one call.
 
     Args:
-        optimizer: ``torch.optim.Muon``, ``torch.optim.AdamW``, ``muon_compile.Muon`` or a registered one.
+        optimizer: ``torch.optim.Muon``, ``torch.optim.AdamW``, ``muon_compile.Muon``, one of another library that an
+            adapter knows (docs/migrate.md), or a chain of those (HyperParallel's ``ChainedOptimizer``).
         more: Further optimizers for the same graph. The joint step runs in the first one's ``step()``; the others'
             ``step()`` is then a checked no-op.
         backend: ``"inductor"``; ``"torchair"`` on Ascend NPUs; or ``"aot_eager"`` to run the traced graph uncompiled.
@@ -369,7 +375,7 @@ def compile_step(
         )
     replicate = replicate_group(groups or {})
     step = CompiledStep(
-        (optimizer, *more),
+        [leaf for one in (optimizer, *more) for leaf in leaves_of(one)],
         backend=backend,
         strategy=strategy,
         ns=ns,

@@ -120,7 +120,12 @@ class LoadHooks:
         ids = [i for group in saved for i in group["params"]]
         index_of = {id(p): i for i, p in enumerate(binding.reading.params)}
         params = [p for group in live for p in group["params"]]
-        by_index = {index_of[id(p)]: state.get(i) or {} for i, p in zip(ids, params, strict=True) if id(p) in index_of}
+        own = [group for group in saved for _ in group["params"]]
+        by_index = {
+            index_of[id(p)]: binding.state.read(index_of[id(p)], group, state.get(i) or {})
+            for i, p, group in zip(ids, params, own, strict=True)
+            if id(p) in index_of
+        }
         for index, given in by_index.items():
             binding.state.check(index, given)
         self._pending[id(optimizer)] = by_index

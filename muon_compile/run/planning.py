@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
 
-from muon_compile.config import CompileConfig
+from muon_compile.config import CompileConfig, MuonConfig, ProductDTypeName
 from muon_compile.plan.hardware import PRESETS, Hardware
 from muon_compile.plan.plan import Plan
 from muon_compile.plan.planner import make_plan
@@ -16,6 +16,7 @@ from muon_compile.run.agreement import check_groups, compare, from_first_rank
 from muon_compile.run.calibrate import local_hardware
 from muon_compile.run.calibrate_group import calibrate_group
 from muon_compile.run.reading import Reading
+from muon_compile.spec import MatrixSpec
 
 _LOG = logging.getLogger("muon_compile")
 
@@ -65,7 +66,7 @@ def plan_reading(reading: Reading, wishes: Wishes) -> tuple[Plan, Hardware | Non
     check_groups(reading.params)
     hardware = _hardware(reading, wishes)
     plan = make_plan(
-        reading.specs,
+        [_with_dtype(spec, config.ns_dtype) for spec in reading.specs],
         strategy=wishes.strategy,
         ns=wishes.ns,
         exact=config.exact,
@@ -90,6 +91,13 @@ def plan_reading(reading: Reading, wishes: Wishes) -> tuple[Plan, Hardware | Non
     if groups:
         compare("plan", plan.digest, [str(spec) for spec in plan.specs], groups)
     return plan, hardware
+
+
+def _with_dtype(spec: MatrixSpec, ns_dtype: ProductDTypeName | None) -> MatrixSpec:
+    """The spec with another dtype of its products."""
+    if ns_dtype is None or not isinstance(spec.config, MuonConfig):
+        return spec
+    return replace(spec, config=replace(spec.config, ns_dtype=ns_dtype))
 
 
 def _hardware(reading: Reading, wishes: Wishes) -> Hardware | None:

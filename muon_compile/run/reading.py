@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from muon_compile.adapters import Adapter, find_adapter
+from muon_compile.adapters import Adapter, Group, find_adapter
 from muon_compile.layout import Meshes, check_overlap, check_tensor, dtype_name
 from muon_compile.run.hyper import check_value
 from muon_compile.spec import MatrixSpec
@@ -31,6 +31,7 @@ class Reading:
         group_sizes: Parameters per group.
         seen_grad_dtypes: dtype of every gradient seen so far, by identity of its parameter.
         meshes: The device meshes of the sharded ones.
+        adapters: One per optimizer.
     """
 
     params: tuple[Tensor, ...]
@@ -40,11 +41,25 @@ class Reading:
     group_sizes: tuple[int, ...]
     seen_grad_dtypes: dict[int, str]
     meshes: Meshes
+    adapters: tuple[Adapter, ...]
+
+    def adapter(self, index: int) -> Adapter:
+        """The adapter of a parameter's optimizer."""
+        return self.adapters[self.owners[index]]
 
 
-def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) -> list[tuple[Adapter, dict[str, Any]]]:
+def live_groups(optimizers: Sequence[Optimizer], adapters: Sequence[Adapter]) -> list[tuple[Adapter, Group]]:
     """Every group of every optimizer with its adapter, in order."""
-    return [(a, group) for o, a in zip(optimizers, adapters, strict=True) for group in o.param_groups]
+    return [(a, group) for o, a in zip(optimizers, adapters, strict=True) for group in a.groups(o)]
+
+
+def live_gradient(param: Tensor, names: Sequence[str]) -> Tensor | None:
+    """A parameter's gradient, wherever its framework keeps it."""
+    for name in names:
+        grad: Tensor | None = getattr(param, name, None)
+        if grad is not None:
+            return grad
+    return None
 
 
 def config_key(adapter: Adapter, group: Mapping[str, Any]) -> tuple[object, ...]:
@@ -113,13 +128,14 @@ def read_optimizers(
     seen: dict[int, str] = {}
     meshes = Meshes(replicate)
     group_index = 0
-    seen_dtypes = _seen_grad_dtypes(optimizers, seen_grad_dtypes or {})
+    live = [adapter.groups(optimizer) for optimizer, adapter in zip(optimizers, adapters, strict=True)]
+    seen_dtypes = _seen_grad_dtypes(adapters, live, seen_grad_dtypes or {})
     alike: dict[torch.dtype, set[str]] = {}
-    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+    for param in (p for groups in live for group in groups for p in group["params"]):
         if id(param) in seen_dtypes:
             alike.setdefault(param.dtype, set()).add(seen_dtypes[id(param)])
-    for owner, (optimizer, adapter) in enumerate(zip(optimizers, adapters, strict=True)):
-        for group in optimizer.param_groups:
+    for owner, (groups, adapter) in enumerate(zip(live, adapters, strict=True)):
+        for group in groups:
             algorithm, config = adapter.algorithm(group), adapter.config(group)
             for name, value in adapter.hyper(group).items():
                 check_value(group_index, name, value, read_tensor=True)
@@ -161,13 +177,22 @@ def read_optimizers(
         group_sizes=tuple(sizes),
         seen_grad_dtypes=seen_dtypes,
         meshes=meshes,
+        adapters=tuple(adapters),
     )
 
 
-def _seen_grad_dtypes(optimizers: Sequence[Optimizer], earlier: Mapping[int, str]) -> dict[int, str]:
-    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    now = {id(p): dtype_name(p.grad.dtype) for p in params if p.grad is not None}
-    return {id(p): earlier[id(p)] for p in params if id(p) in earlier} | now
+def _seen_grad_dtypes(
+    adapters: Sequence[Adapter], live: Sequence[Sequence[Group]], earlier: Mapping[int, str]
+) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for adapter, groups in zip(adapters, live, strict=True):
+        for param in (p for group in groups for p in group["params"]):
+            grad = live_gradient(param, adapter.grad_names)
+            if grad is not None:
+                found[id(param)] = dtype_name(grad.dtype)
+            elif id(param) in earlier:
+                found[id(param)] = earlier[id(param)]
+    return found
 
 
 def _grad_dtype(param: Tensor, alike: Mapping[torch.dtype, set[str]], seen: Mapping[int, str]) -> str:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muon_compile.adapters import Group
 from muon_compile.build.pure import init_state
 from muon_compile.build.rounding import MASTER, STEPS
 from muon_compile.layout import like_param, local_part, local_tensor
 from muon_compile.plan.plan import Plan
-from muon_compile.run.reading import Reading
+from muon_compile.run.reading import Reading, live_groups
 
 ParamState = Mapping[str, Any]
 
@@ -36,7 +37,13 @@ class StateStore:
                 for index, view in zip(bucket.params, tensor.unbind(0), strict=True):
                     self._local[index][name] = view
                     self.views[index][name] = like_param(view, reading.params[index])
-        self._given: list[dict[str, Any]] = []
+        groups = [group for _, group in live_groups(optimizers, reading.adapters)]
+        # What the optimizers call each of them.
+        self._names: list[Mapping[str, str]] = [
+            reading.adapter(index).state_names(self.optimizers[reading.owners[index]], groups[spec.group])
+            for index, spec in enumerate(reading.specs)
+        ]
+        self._given: list[dict[Any, Any]] = []
 
     @property
     def inputs(self) -> tuple[tuple[tuple[int, str], Tensor], ...]:
@@ -50,19 +57,31 @@ class StateStore:
     def is_attached(self) -> bool:
         """Whether ``optimizer.state`` still holds the very views that were put there."""
         states = [optimizer.state for optimizer in self.optimizers]
-        for param, owner, given, views in zip(
-            self.reading.params, self.reading.owners, self._given, self.views, strict=True
+        for param, owner, given, views, names in zip(
+            self.reading.params, self.reading.owners, self._given, self.views, self._names, strict=True
         ):
             entry = states[owner].get(param)
             if entry is not given:
                 return False
+            held = self.reading.adapters[owner].state_of(entry)
             for name, view in views.items():
-                if entry.get(name) is not view:
+                if held.get(names.get(name, name)) is not view:
                     return False
         return True
 
+    def read(self, index: int, group: Group, entry: ParamState) -> ParamState:
+        """A parameter's state, as its optimizer has or had it beside a group, under this library's names."""
+        if not entry:
+            return {}
+        adapter, names = self.reading.adapter(index), self._names[index]
+        state = dict(adapter.state_of(dict(entry)))
+        for ours, theirs in names.items():
+            if theirs in state:
+                state[ours] = state.pop(theirs)
+        return adapter.read_state(group, state)
+
     def check(self, index: int, given: ParamState) -> None:
-        """Refuse state that does not fit a parameter.
+        """Refuse state (``read``) that does not fit a parameter.
 
         Raises:
             ValueError: A shape differs, or an entry is missing; names the parameter.
@@ -90,7 +109,7 @@ class StateStore:
 
     @torch.no_grad()
     def adopt(self, states: Sequence[ParamState]) -> None:
-        """Copy per-parameter state into the stacked tensors; a parameter without any starts from zero.
+        """Copy per-parameter state (``read``) into the stacked tensors; a parameter without any starts from zero.
 
         Raises:
             ValueError: Something does not fit; nothing has been copied then.
@@ -109,18 +128,25 @@ class StateStore:
                     local.fill_(float(value))
 
     def current(self) -> list[ParamState]:
-        """What the optimizers hold now, by parameter."""
+        """What the optimizers hold now, by parameter, under this library's names."""
+        groups = [group for _, group in live_groups(self.optimizers, self.reading.adapters)]
         found = []
-        for param, owner in zip(self.reading.params, self.reading.owners, strict=True):
-            found.append(self.optimizers[owner].state.get(param) or {})
+        for index, (param, owner) in enumerate(zip(self.reading.params, self.reading.owners, strict=True)):
+            entry = self.optimizers[owner].state.get(param) or {}
+            found.append(self.read(index, groups[self.reading.specs[index].group], entry))
         return found
 
     def attach(self) -> None:
         """Give the optimizers the views, keeping entries of theirs that the step does not know."""
         self._given = []
-        for param, owner, views in zip(self.reading.params, self.reading.owners, self.views, strict=True):
-            state = self.optimizers[owner].state
-            entry = {**views, **{k: v for k, v in state.get(param, {}).items() if k not in views}}
+        for index, (param, owner) in enumerate(zip(self.reading.params, self.reading.owners, strict=True)):
+            state, names = self.optimizers[owner].state, self._names[index]
+            named = {names.get(name, name): view for name, view in self.views[index].items()}
+            entry = dict(state.get(param, {}))
+            held = self.reading.adapters[owner].state_of(entry)
+            others = {k: v for k, v in held.items() if k not in named}
+            held.clear()
+            held.update(named | others)
             state[param] = entry
             self._given.append(entry)
 
@@ -140,16 +166,22 @@ class StateStore:
         Moments that were float32 beside masters get the parameter's dtype, without which stock AdamW cannot go on;
         masters stay, and count again where the parameter is still theirs.
         """
-        beside = {id(self.reading.params[i]) for b in self.plan.buckets if b.rounding == "master" for i in b.params}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                on_device = bool(group.get("capturable") or group.get("fused"))
-                for param in group["params"]:
-                    entry = optimizer.state.get(param, {})
-                    for name, value in list(entry.items()):
-                        if not isinstance(value, Tensor):
-                            continue
-                        own = value.detach().clone()
-                        if id(param) in beside and name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                            own = own.to(param.dtype)
-                        entry[name] = own.cpu() if name == "step" and not on_device else own
+        beside = {i for b in self.plan.buckets if b.rounding == "master" for i in b.params}
+        groups = [group for _, group in live_groups(self.optimizers, self.reading.adapters)]
+        for index, (param, owner) in enumerate(zip(self.reading.params, self.reading.owners, strict=True)):
+            entry = self.optimizers[owner].state.get(param)
+            if not entry:
+                continue
+            adapter, names = self.reading.adapters[owner], self._names[index]
+            group = groups[self.reading.specs[index].group]
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            held = adapter.state_of(entry)
+            moments = {names.get(name, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+            for name, value in list(held.items()):
+                if not isinstance(value, Tensor):
+                    continue
+                own = value.detach().clone()
+                if index in beside and name in moments:
+                    own = own.to(param.dtype)
+                held[name] = own.cpu() if name == "step" and not on_device else own
+            adapter.write_state(self.optimizers[owner], group, held)

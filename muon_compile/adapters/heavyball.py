@@ -1,0 +1,106 @@
+"""HeavyBall's ``Muon``.
+
+Source: heavyball 3.2.1, heavyball/__init__.py, chainable.py, utils.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muon_compile.adapters.registry import FamilyAdapter, Group, refuse
+from muon_compile.config import DTypeName, MuonConfig
+from muon_compile.spec import Algorithm
+
+_OFF = ("caution", "cautious_weight_decay", "mars", "palm", "ecc", "param_ecc")
+# The key of a parameter's state that is not cut into several.
+_WHOLE = 0
+
+
+class HeavyBallMuonAdapter(FamilyAdapter):
+    """Reads it. It takes matrices alone here; theirs moves vectors along their momentum.
+
+    With ``nesterov`` its direction is ``G + M`` of an average M, with ``heavyball_momentum`` too it is the usual one of
+    a sum. A parameter of more than two dims is one matrix of its first dim and the rest. Theirs rounds to bfloat16 at
+    random: for bfloat16 parameters pass ``CompileConfig(rounding="stochastic")``.
+    """
+
+    class_paths = ("heavyball.Muon",)
+    config_keys = ("nesterov", "heavyball_momentum", "storage_dtype", *_OFF)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """See ``Adapter``."""
+        mode = getattr(sys.modules.get("heavyball.utils"), "zeroth_power_mode", "newtonschulz")
+        given: dict[str, object] = {} if mode == "newtonschulz" else {"heavyball.utils.zeroth_power_mode": mode}
+        transforms = getattr(optimizer, "fns", ())
+        if len(transforms) != 2:
+            given["transforms"] = [getattr(t, "fn_name", repr(t)) for t in transforms]
+        if getattr(optimizer, "use_ema", False):
+            given["use_ema"] = True
+        if getattr(optimizer, "_orig_shapes", None) is not None:
+            given["orig_shapes"] = "..."
+        refuse("heavyball.Muon", given, "momentum and orthogonalization alone, without clipping")
+
+    def algorithm(self, group: Group) -> Algorithm:
+        """See ``Adapter``."""
+        return "muon"
+
+    def config(self, group: Group) -> MuonConfig:
+        """See ``Adapter``."""
+        given = {name: group[name] for name in _OFF if group.get(name)}
+        if not group["nesterov"] and not group["heavyball_momentum"]:
+            given["nesterov"] = False  # an average without its bias, another state
+        refuse("heavyball.Muon", given, "nesterov=True or heavyball_momentum=True, and the rest off")
+        stored: DTypeName = group.get("storage_dtype", "float32")
+        return MuonConfig(
+            momentum_form="sum" if group["heavyball_momentum"] else "ema_added",
+            momentum_dtype=stored,
+            nesterov=bool(group["nesterov"]),
+            coefficients="you",
+            eps=1e-7,
+            eps_mode="clamp",
+            scale="original",
+            flatten=True,
+        )
+
+    def hyper(self, group: Group) -> dict[str, float | Tensor]:
+        """See ``Adapter``; the learning rate warms up here."""
+        step = _steps(group) + 1
+        warm = step / max(step, group["warmup_steps"] + 1)
+        beta = group["beta"] if group.get("beta") is not None else group["betas"][0]
+        return {"lr": group["lr"] * warm, "weight_decay": group["weight_decay"], "momentum": beta}
+
+    def state_names(self, optimizer: Optimizer, group: Group) -> Mapping[str, str]:
+        """See ``Adapter``."""
+        return {"momentum_buffer": optimizer._find_val_name("momentum")}  # type: ignore[attr-defined]
+
+    def state_of(self, entry: dict[Any, Any]) -> dict[str, Any]:
+        """See ``Adapter``."""
+        held: dict[str, Any] = entry.setdefault(_WHOLE, {})
+        return held
+
+    def read_state(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        """See ``Adapter``."""
+        return {name: value for name, value in state.items() if name not in ("is_initialized", "step")}
+
+    def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
+        """See ``Adapter``."""
+        state["is_initialized"] = set(optimizer._transform_ids)  # type: ignore[attr-defined]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See ``Adapter``: gradients are used up there, unless they are to be kept."""
+        for group in optimizer.param_groups:
+            group["step_count"] = _steps(group) + 1
+            if getattr(optimizer, "consume_grad", True):
+                for param in group["params"]:
+                    param.grad = None
+
+
+def _steps(group: Group) -> int:
+    """Steps done; an int after the first reading, so that no device is waited for."""
+    count = group.get("step_count")
+    return 0 if count is None else int(count)
