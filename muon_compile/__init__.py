@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from muon_compile.adapters import Adapter, register_adapter
     from muon_compile.build.pure import build_step, init_state
     from muon_compile.build.symmetric import register_symmetric_kernel
-    from muon_compile.config import AdamWConfig, CompileConfig, MuonConfig
+    from muon_compile.config import AdamWConfig, CompileConfig, LionConfig, MuonConfig
     from muon_compile.layout import inspect_params
     from muon_compile.lower.compiled import CompileError
     from muon_compile.optim import Muon
@@ -38,6 +38,7 @@ _HOMES = {
     "CompileError": "lower.compiled",
     "CompiledStep": "run.compiled_step",
     "Hardware": "plan.hardware",
+    "LionConfig": "config",
     "MatrixSpec": "spec",
     "MeshSpec": "spec",
     "Muon": "optim",
@@ -69,6 +70,7 @@ __all__ = [
     "CompileError",
     "CompiledStep",
     "Hardware",
+    "LionConfig",
     "MatrixSpec",
     "MeshSpec",
     "Muon",

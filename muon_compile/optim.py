@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from muon_compile.config import AdamWConfig, CompileConfig, MuonConfig
+from muon_compile.config import AdamWConfig, CompileConfig, Config, LionConfig, MuonConfig
 from muon_compile.layout import check_tensor
 from muon_compile.run.compiled_step import CompiledStep
 from muon_compile.run.hyper import check_value
-
-_CONFIGS: dict[str, type[MuonConfig] | type[AdamWConfig]] = {"muon": MuonConfig, "adamw": AdamWConfig}
+from muon_compile.spec import CONFIGS
 
 
 class Muon(Optimizer):
@@ -23,8 +22,8 @@ class Muon(Optimizer):
 
     Args:
         params: Parameters, or groups as ``muon_compile.route(model)`` makes them. A group's ``algorithm`` is ``"muon"``
-            (default) or ``"adamw"``; it may carry its own ``lr``, ``weight_decay``, ``momentum`` (Muon), ``betas``
-            (AdamW) and ``config``.
+            (default), ``"adamw"`` or ``"lion"``; it may carry its own ``lr``, ``weight_decay``, ``momentum`` (Muon),
+            ``betas`` (AdamW, Lion) and ``config``. A Lion group has an lr and betas of its own.
         lr: Learning rate of Muon groups.
         momentum: Momentum coefficient of Muon groups.
         weight_decay: Decoupled weight decay of Muon groups.
@@ -70,6 +69,7 @@ class Muon(Optimizer):
                 "weight_decay": adamw_weight_decay,
                 "config": adamw_config or AdamWConfig(),
             },
+            "lion": {"betas": (0.9, 0.99), "weight_decay": adamw_weight_decay, "config": LionConfig()},
         }
         self._backend, self._compile_config = backend, compile_config
         self._compiled: CompiledStep | None = None
@@ -125,22 +125,28 @@ class Muon(Optimizer):
         group = dict(param_group)
         algorithm = group.setdefault("algorithm", "muon")
         if algorithm not in self._group_defaults:
-            raise ValueError(f"Muon: algorithm: expected 'muon' or 'adamw', got {algorithm!r}.")
+            raise ValueError(f"Muon: algorithm: expected 'muon', 'adamw' or 'lion', got {algorithm!r}.")
+        if algorithm == "lion" and "lr" not in group:
+            raise ValueError(
+                "Muon: a group of algorithm='lion' takes an lr of its own: Lion's is another than AdamW's."
+            )
         for name, default in self._group_defaults[algorithm].items():
             group.setdefault(name, default)
-        expected = _CONFIGS[algorithm]
+        expected: type[Config] = CONFIGS[algorithm]
         if not isinstance(group["config"], expected):
             raise ValueError(
                 f"Muon: a group of algorithm={algorithm!r} takes config={expected.__name__}(...), "
                 f"got {type(group['config']).__name__}."
             )
         if "flatten" in group and algorithm != "muon":
-            raise ValueError("Muon: flatten: expected in groups of algorithm='muon' only, got it in one of 'adamw'.")
+            raise ValueError(
+                f"Muon: flatten: expected in groups of algorithm='muon' only, got it in one of {algorithm!r}."
+            )
         if "flatten" in group:
             group["config"] = dataclasses.replace(group["config"], flatten=group.pop("flatten"))
         index = len(self.param_groups)
         numbers: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay", "momentum") if n in group}
-        if algorithm == "adamw":
+        if algorithm != "muon":
             betas = group["betas"]
             if not isinstance(betas, (tuple, list)) or len(betas) != 2:
                 raise ValueError(f"Muon: betas: expected two numbers, got {betas!r}.")
@@ -195,12 +201,12 @@ def _real_configs(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = []
     for group in state_dict["param_groups"]:
         config = group.get("config")
-        if group.get("algorithm") not in _CONFIGS or config is None:
+        if group.get("algorithm") not in CONFIGS or config is None:
             raise ValueError(
                 "Muon.load_state_dict: expected a state dict of muon_compile.Muon, whose groups have 'algorithm' and "
                 f"'config', got a group with {sorted(k for k in group if k != 'params')}."
             )
         if isinstance(config, dict):
-            group = {**group, "config": _CONFIGS[group["algorithm"]](**config)}
+            group = {**group, "config": CONFIGS[group["algorithm"]](**config)}
         groups.append(group)
     return {**state_dict, "param_groups": groups}

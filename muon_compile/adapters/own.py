@@ -1,11 +1,11 @@
-"""``muon_compile.Muon``: groups of ``algorithm="muon"`` and ``algorithm="adamw"``."""
+"""``muon_compile.Muon``: groups of ``algorithm="muon"``, ``"adamw"`` and ``"lion"``."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from muon_compile.adapters.registry import Group
-from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.config import Config
 from muon_compile.spec import Algorithm
 
 
@@ -20,9 +20,9 @@ class OwnMuonAdapter:
         algorithm: Algorithm = group["algorithm"]
         return algorithm
 
-    def config(self, group: Group) -> MuonConfig | AdamWConfig:
+    def config(self, group: Group) -> Config:
         """See ``Adapter``."""
-        config: MuonConfig | AdamWConfig = group["config"]
+        config: Config = group["config"]
         return config
 
     def hyper(self, group: Group) -> dict[str, float | Tensor]:

@@ -10,7 +10,7 @@ from muon_compile.plan.plan import Bucket, Part, Plan, find_choice
 from muon_compile.spec import MeshSpec
 
 # Keys of buckets that have no strategy, beside the strategies' names.
-ADAMW, NO_EXCHANGE = "adamw", "none"
+ADAMW, LION, NO_EXCHANGE = "adamw", "lion", "none"
 EVERY_RANK = "every rank"
 # Ranks whose sizes are written out.
 _SHOWN_RANKS = 8
@@ -29,6 +29,7 @@ KEY_WORDS: dict[str, str] = {
     **STRATEGY_WORDS,
     NO_EXCHANGE: "Matrices lie whole where they are orthogonalized, so nothing is sent.",
     ADAMW: "AdamW works element by element, so nothing has to be made whole.",
+    LION: "Lion works element by element, so nothing has to be made whole.",
 }
 
 
@@ -46,7 +47,7 @@ def mesh_words(mesh: MeshSpec) -> str:
 def strategy_key(bucket: Bucket, exchanges: Sequence[Exchange]) -> str:
     """What the bucket goes by in the report: its strategy, or one of the keys of buckets without."""
     if bucket.view is None:
-        return ADAMW
+        return LION if bucket.algorithm == "lion" else ADAMW
     return next((exchange.strategy for exchange in exchanges), NO_EXCHANGE)
 
 
@@ -55,8 +56,8 @@ def why(bucket: Bucket, key: str) -> str:
     layout = bucket.layout
     if bucket.choice is not None:
         return bucket.choice.reason
-    if key == ADAMW:
-        return "AdamW works element by element, so nothing has to be made whole"
+    if key in (ADAMW, LION):
+        return KEY_WORDS[key].removesuffix(".")
     if key == "local":
         return "whole matrices with copies on several ranks: the replicas share the work"
     if layout is None:

@@ -349,7 +349,7 @@ def test_a_stock_checkpoint_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"algorithm": "adam"}, ("algorithm", "'muon' or 'adamw'", "'adam'")),
+        ({"algorithm": "adam"}, ("algorithm", "'adamw' or 'lion'", "'adam'")),
         ({"config": mc.AdamWConfig()}, ("algorithm='muon'", "MuonConfig", "AdamWConfig")),
         ({"algorithm": "adamw", "config": mc.MuonConfig()}, ("algorithm='adamw'", "AdamWConfig", "MuonConfig")),
         ({"config": {"preset": "torch"}}, ("MuonConfig", "dict")),
@@ -364,3 +364,65 @@ def test_an_invalid_group(group: dict[str, Any], words: tuple[str, ...]) -> None
         mc.Muon([{"params": [other], **group}])
     with refused(ValueError, *words, by=[optimizer], tensors=[other]):
         optimizer.add_param_group({"params": [other], **group})
+
+
+# -- Lion -------------------------------------------------------------------------------------------------------------
+
+
+def with_lion(*, lr: float = 0.01, **config: Any) -> tuple[list[Parameter], mc.Muon]:
+    params = parameters((8, 12), (8,), (3, 4), (8,))
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1]},
+        {"params": params[1:2], "algorithm": "adamw"},
+        {"params": params[2:], "algorithm": "lion", "lr": lr, "weight_decay": 0.2, "betas": (0.8, 0.9)},
+    ]
+    return params, mc.Muon(groups, backend="aot_eager", compile_config=mc.CompileConfig(**config))
+
+
+def test_a_lion_group_by_its_formula_and_through_a_checkpoint() -> None:
+    params, optimizer = with_lion()
+    momenta = {2: torch.zeros(3, 4, dtype=torch.float64), 3: torch.zeros(8, dtype=torch.float64)}
+    for number in range(6):
+        if number == 3:  # resumed in another one
+            saved = copy.deepcopy(optimizer.state_dict())
+            fresh, optimizer = with_lion()
+            with torch.no_grad():
+                torch._foreach_copy_(fresh, params)
+            params = fresh
+            optimizer.load_state_dict(saved)
+        give(params, seed=number, missing=(3,) if number == 1 else ())
+        before = values(params)
+        optimizer.step()
+        for index, m in momenta.items():
+            grad = params[index].grad
+            if grad is None:
+                assert torch.equal(params[index], before[index])
+                continue
+            g, old = grad.double(), before[index].double()
+            expected = old * (1 - 0.01 * 0.2) - 0.01 * torch.sign(0.8 * m + 0.2 * g)
+            momenta[index] = 0.9 * m + 0.1 * g
+            assert torch.allclose(params[index].double(), expected, rtol=1e-6, atol=1e-7)
+            assert torch.allclose(optimizer.state[params[index]]["exp_avg"].double(), momenta[index], atol=1e-6)
+    assert "lion" in optimizer.compiled.plan.describe()
+
+
+def test_a_lion_group_needs_a_learning_rate_of_its_own() -> None:
+    with pytest.raises(ValueError, match="takes an lr of its own"):
+        mc.Muon([{"params": parameters((8,)), "algorithm": "lion"}], backend="aot_eager")
+
+
+def test_masters_of_a_lion_group_keep_what_bfloat16_loses() -> None:
+    optimizer = with_lion(lr=1e-4, master_weights=True)[1]
+    for group in optimizer.param_groups:
+        group["params"] = [Parameter(p.detach().bfloat16()) for p in group["params"]]
+    last = optimizer.param_groups[2]["params"][0]
+    start = last.detach().clone()
+    for _ in range(20):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    master = optimizer.state[last]["master_weight"]
+    expected = start.double()
+    for _ in range(20):
+        expected = expected * (1 - 1e-4 * 0.2) - 1e-4
+    assert torch.allclose(master.double(), expected, atol=1e-6)

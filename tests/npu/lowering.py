@@ -24,7 +24,7 @@ from muon_compile.npu import stand_in
 from muon_compile.npu.fake_device import name_fake_device
 from muon_compile.plan.plan import Plan
 from muon_compile.run.inputs import trace_plan
-from tests.npu.plans import DTYPES, FORMS, ROUNDED, SHARDED, WORLD, groups_of, make
+from tests.npu.plans import DTYPES, FORMS, OTHERS, ROUNDED, SHARDED, WORLD, groups_of, make
 
 RANK = 1
 
@@ -41,6 +41,8 @@ def cases(version: str) -> dict[str, dict[str, Any]]:
         for form, dtype in (("standard", "bfloat16"), ("gram", "float32")) if newest else (("standard", "bfloat16"),):
             name = f"four {strategy} {form} {dtype}"
             found[name] = {"mesh": "four", "strategy": strategy, "form": form, "dtype": dtype}
+    kinds = {"adamw": mc.AdamWConfig(corrected_eps=True, shared_steps=True), "lion": mc.LionConfig()}
+    found["one local other libraries' rules"] = kinds | {"config": OTHERS, "dtype": "bfloat16"}
     found["one local waves"] = {"max_temp_bytes": 700}
     guard: dict[str, Any] = {"clip_grad_norm": 1.0, "skip_nonfinite": True, "probes": True, "dtype": "bfloat16"}
     found["one local guarded and probed"] = {"adamw": adamw} | guard

@@ -32,6 +32,8 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "masters": {"master_weights": True},
     "at random": {"rounding": "stochastic"},
 }
+# What other libraries' optimizers need beyond torch's.
+OTHERS = mc.MuonConfig(momentum_form="ema_added", scale=0.5, ns_dtype="bfloat16", ns_steps=STEPS)
 VECTORS = {"bias": (8,), "bias_too": (8,), "norm": (6,)}
 
 
@@ -41,8 +43,9 @@ def specs(
     device: str = "cpu",
     config: mc.MuonConfig | None = None,
     adamw: mc.AdamWConfig | None = None,
+    lion: mc.LionConfig | None = None,
 ) -> list[MatrixSpec]:
-    """Matrices in two hyperparameter groups; with ``adamw`` also vectors in a third."""
+    """Matrices in two hyperparameter groups; with ``adamw`` and ``lion`` also vectors in a third and a fourth."""
     found = [
         MatrixSpec(name=name, shape=shape, dtype=dtype, device=device, group=name.endswith("too"), config=config)
         for name, shape in shapes.items()
@@ -51,6 +54,9 @@ def specs(
         MatrixSpec(name=name, shape=shape, dtype=dtype, device=device, algorithm="adamw", group=2, config=adamw)
         for name, shape in (VECTORS if adamw else {}).items()
     ]
+    for name, shape in VECTORS.items() if lion else ():
+        signed = {"algorithm": "lion", "group": 3, "config": lion}
+        found.append(MatrixSpec(name=f"{name}_lion", shape=shape, dtype=dtype, device=device, **signed))  # type: ignore[arg-type]
     return found
 
 
@@ -63,13 +69,14 @@ def make(
     device: str = "cpu",
     config: mc.MuonConfig | None = None,
     adamw: mc.AdamWConfig | None = None,
+    lion: mc.LionConfig | None = None,
     experts: bool = False,
     **more: object,
 ) -> Plan:
     """A plan whose products are in ``dtype``, as its parameters are."""
     config = config or mc.MuonConfig(ns_dtype=dtype, ns_steps=STEPS)  # type: ignore[arg-type]
     shapes = (TALL if strategy in GRAMS else SHAPES) | (EXPERTS if experts else {})
-    found = specs(shapes, dtype, device, config, adamw)
+    found = specs(shapes, dtype, device, config, adamw, lion)
     return mc.make_plan(found, mesh=MESHES[mesh], strategy=strategy, ns=form, **more)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import muon_compile as mc
 from muon_compile.build.adamw import adamw_update
+from muon_compile.build.lion import lion_update
 from muon_compile.build.momentum import direction, exact_direction
 from tests.reference import RULES, adamw_step, gaussian, momentum_step, relative_error
 
@@ -201,3 +202,57 @@ def test_adamw_of_a_zero_gradient_moves_nothing() -> None:
     hyper = {"lr": double(0.3), "beta1": double(0.9), "beta2": double(0.999)}
     _, update = adamw_update(zero, state, hyper, mc.AdamWConfig())
     assert torch.equal(update, zero)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_adamw_with_eps_inside_the_bias_correction(step: int) -> None:
+    """Moonlight: ``lr sqrt(1 - beta2 ** t) / (1 - beta1 ** t) m / (sqrt(v) + eps)``."""
+    grad, first, second = gaussian(1, 9, seed=1), gaussian(1, 9, seed=2), gaussian(1, 9, seed=3).square()
+    state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor([step - 1.0])}
+    hyper = {"lr": double(0.3), "beta1": double(0.9), "beta2": double(0.95)}
+    _, update = adamw_update(grad, state, hyper, mc.AdamWConfig(eps=0.1, corrected_eps=True))
+    m, v = 0.9 * first.double() + 0.1 * grad.double(), 0.95 * second.double() + 0.05 * grad.double() ** 2
+    expected = -0.3 * (1 - 0.95**step) ** 0.5 / (1 - 0.9**step) * m / (v.sqrt() + 0.1)
+    assert relative_error(update, expected) <= FLOAT32
+
+
+def test_adamw_counts_absent_parameters_only_where_steps_are_shared() -> None:
+    mask = torch.tensor([True, False])
+    state = {name: gaussian(2, 3, seed=4).square() for name in ("exp_avg", "exp_avg_sq")}
+    state["step"] = torch.tensor([4.0, 4.0])
+    hyper = {"lr": double(0.3), "beta1": double(0.9), "beta2": double(0.95)}
+    for shared in (False, True):
+        config = mc.AdamWConfig(shared_steps=shared)
+        new, update = adamw_update(torch.zeros(2, 3), state, hyper, config, mask)
+        assert new["step"].tolist() == [5.0, 5.0 if shared else 4.0]
+        assert torch.equal(new["exp_avg"][1], state["exp_avg"][1]) and not update[1].any() and update[0].any()
+
+
+# -- Lion, and an average that the gradient is added to ---------------------------------------------------------------
+
+
+def test_lion_by_its_formula() -> None:
+    grad, first = gaussian(3, 5, 4, seed=1), gaussian(3, 5, 4, seed=2)
+    hyper = {"lr": double(0.3), "beta1": torch.tensor([0.9, 0.5, 0.9]), "beta2": double(0.99)}
+    new, update = lion_update(grad, {"exp_avg": first}, hyper, torch.tensor([True, True, False]))
+    for row, beta1 in enumerate((0.9, 0.5)):
+        g, m = grad[row].double(), first[row].double()
+        assert relative_error(update[row], -0.3 * torch.sign(beta1 * m + (1 - beta1) * g)) <= 1e-7
+        assert relative_error(new["exp_avg"][row], 0.99 * m + 0.01 * g) <= FLOAT32
+    assert torch.equal(new["exp_avg"][2], first[2]) and not update[2].any()
+
+
+def test_lion_stands_still_where_it_has_no_direction() -> None:
+    hyper = {"lr": double(0.3), "beta1": double(0.9), "beta2": double(0.99)}
+    _, update = lion_update(torch.zeros(1, 4), {"exp_avg": torch.zeros(1, 4)}, hyper)
+    assert not update.any()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_an_average_that_the_gradient_is_added_to(nesterov: bool) -> None:
+    grad, momentum = gaussian(2, 3, 4, seed=1), gaussian(2, 3, 4, seed=2)
+    config = mc.MuonConfig(momentum_form="ema_added", nesterov=nesterov)
+    new, ahead = direction(grad, momentum, double(0.9), config)
+    wanted = 0.9 * momentum.double() + 0.1 * grad.double()
+    assert relative_error(new, wanted) <= FLOAT32
+    assert relative_error(ahead, wanted + grad.double() if nesterov else wanted) <= FLOAT32

@@ -30,7 +30,7 @@ function sortedLanes(plan) {
   sorted.sort((a, b) => weight(plan.buckets[b]) - weight(plan.buckets[a]) || a - b);
   const alone = sorted.length <= MOST_LANES + 2 ? sorted : sorted.slice(0, MOST_LANES);
   const lanes = alone.map((index) => lane(plan, [index]));
-  for (const algorithm of ["muon", "adamw"]) {
+  for (const algorithm of ["muon", "adamw", "lion"]) {
     const rest = sorted.slice(alone.length).filter((index) => plan.buckets[index].algorithm === algorithm);
     if (rest.length) lanes.push(lane(plan, rest));
   }
@@ -39,6 +39,8 @@ function sortedLanes(plan) {
   const order = (a, b) => rank(a) - rank(b) || (a.buckets.length > 1) - (b.buckets.length > 1) || size(b) - size(a);
   return lanes.sort(order);
 }
+
+const ALGORITHMS = { muon: "Muon", adamw: "AdamW", lion: "Lion" };
 
 function lane(plan, indices) {
   const members = indices.map((index) => plan.buckets[index]);
@@ -51,7 +53,7 @@ function lane(plan, indices) {
     const label = patternText(plan, first);
     return { label, name: first.name, detail: `${first.name} · ${sizeText(first)}`, key, amounts, buckets: indices };
   }
-  const label = `${count(members.length)} more ${first.algorithm === "muon" ? "Muon" : "AdamW"} buckets`;
+  const label = `${count(members.length)} more ${ALGORITHMS[first.algorithm]} buckets`;
   const params = members.reduce((sum, bucket) => sum + bucket.count, 0);
   return { label, name: "", detail: plural(params, "parameter"), key, amounts, buckets: indices };
 }
