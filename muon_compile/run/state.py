@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from muon_compile.build.pure import init_state
 from muon_compile.build.rounding import MASTER, STEPS
-from muon_compile.layout import like_param, local_part, local_tensor
+from muon_compile.distributed import like_param, local_part, local_tensor, misfit, own_copy
 from muon_compile.plan.plan import Plan
 from muon_compile.run.reading import Reading
 
@@ -28,7 +28,7 @@ class StateStore:
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading, self.optimizers = plan, reading, list(optimizers)
         self.stacked = init_state(plan, [local_tensor(p) for p in reading.params])
-        # What optimizers are given, DTensors where the parameters are; and this rank's memory of the same.
+        # What optimizers are given, distributed as the parameters are; and this rank's memory of the same.
         self.views: list[dict[str, Tensor]] = [{} for _ in reading.params]
         self._local: list[dict[str, Tensor]] = [{} for _ in reading.params]
         for bucket in plan.buckets:
@@ -84,9 +84,11 @@ class StateStore:
                     f"or remove {name!r} from the state, to begin anew from the parameter."
                 )
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            fits = shape == tuple(view.shape) or (name in ("step", STEPS) and shape in ((), (1,)))
-            if not fits:
-                raise ValueError(f"State of {spec.name!r}: {name}: expected shape {tuple(view.shape)}, got {shape}.")
+            if name in ("step", STEPS) and shape in ((), (1,)):
+                continue
+            wrong = misfit(value, self._local[index][name], self.reading.params[index], view)
+            if wrong is not None:
+                raise ValueError(f"State of {spec.name!r}: {name}: {wrong}.")
 
     @torch.no_grad()
     def adopt(self, states: Sequence[ParamState]) -> None:
@@ -104,7 +106,7 @@ class StateStore:
                     local.zero_()
                 elif isinstance(value, Tensor):
                     if value is not view:
-                        local.copy_(local_part(value.detach(), self.reading.params[index], view).reshape(local.shape))
+                        local.copy_(local_part(value, self.reading.params[index], view).reshape(local.shape))
                 else:
                     local.fill_(float(value))
 
@@ -149,7 +151,6 @@ class StateStore:
                     for name, value in list(entry.items()):
                         if not isinstance(value, Tensor):
                             continue
-                        own = value.detach().clone()
-                        if id(param) in beside and name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                            own = own.to(param.dtype)
+                        rounded = id(param) in beside and name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+                        own = own_copy(value, param.dtype if rounded else None)
                         entry[name] = own.cpu() if name == "step" and not on_device else own
