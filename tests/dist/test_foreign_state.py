@@ -151,9 +151,10 @@ def refused_state(rank: int) -> tuple[list[str], bool]:
     go_on(case, params, muon, adamw, range(1))
     before = locals_of(params, muon, adamw)
     mesh, local = mesh_of("foreign", (4,)), torch.zeros(4, 12)
+    backwards = foreign.DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("shard",))
     wrong = (
         foreign.DTensor.from_local(local, mesh, [foreign.Replicate()], shape=(16, 12)),
-        foreign.DTensor.from_local(local, mesh_of("foreign", (2, 2)), [foreign.Replicate(), foreign.Shard(0)]),
+        foreign.DTensor.from_local(local, backwards, [foreign.Shard(0)], shape=(16, 12)),
         foreign.DTensor.from_local(torch.zeros(5, 12), mesh, [foreign.Shard(0)]),
         distributed(torch.zeros(16, 12), Case(kind="torch"), [Shard(0)]),
         torch.zeros(3, 12),
@@ -177,7 +178,7 @@ def test_other_state_is_refused_in_words(pools: Callable[[int], Ranks]) -> None:
         assert unchanged
         for message in said[:-1]:
             assert message.startswith("ValueError: State of 'even': momentum_buffer: expected ")
-        assert "got (Replicate(),)" in said[0] and "DeviceMesh((2, 2)" in said[1]
+        assert "got (Replicate(),)" in said[0] and "(3, 2, 1, 0)" in said[1]
         assert "expected shape (16, 12), got (20, 12)" in said[2]
         assert "a plain tensor or a DTensor, got a DTensor" in said[3]
         assert "expected shape (16, 12) or this rank's (4, 12), got (3, 12)" in said[4]

@@ -132,6 +132,13 @@ def test_they_are_inspected_as_whole(pools: Callable[[int], Ranks]) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+class Both(foreign.Shard):
+    """Ragged, and said to be a shard as well."""
+
+    def is_ragged_shard(self) -> bool:
+        return True
+
+
 def refusals(rank: int) -> list[str]:
     flat, square = mesh_of("foreign", (4,)), mesh_of("foreign", (2, 2))
     backwards = foreign.DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("shard",))
@@ -140,6 +147,7 @@ def refusals(rank: int) -> list[str]:
         ((4, 12), square, [foreign.StridedShard(0, 2), shard], (16, 12)),
         ((16, 12), flat, [foreign.Partial()], (16, 12)),
         ((48,), flat, [foreign.RaggedShard((0,), (1, 1, 1, 1))], (16, 12)),
+        ((4, 12), flat, [Both(0)], (16, 12)),
         ((5, 12), flat, [shard], (16, 12)),
         ((4, 12), square, [shard, shard], (16, 12)),
         ((4, 12), flat, [shard, copies], (16, 12)),
@@ -163,8 +171,8 @@ def wrap_one(param: Any) -> None:
 
 def test_what_is_refused_is_named(pools: Callable[[int], Ranks]) -> None:
     for said in pools(4).run(refusals):
-        strided, partial, ragged, wrong, twice, many, backwards, device, torchs = said
-        for message in (strided, partial, ragged):
+        strided, partial, ragged, both, wrong, twice, many, backwards, device, torchs = said
+        for message in (strided, partial, ragged, both):
             assert message.startswith(
                 "NotImplementedError: Parameter 'it': expected Shard and Replicate placements, got"
             )
