@@ -1,19 +1,19 @@
-"""Live parameters to plain specs; the only file that looks at what kind of tensor a parameter is."""
+"""Live parameters to plain specs; ``distributed`` says what kind of tensor a parameter is."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from muon_compile.config import AdamWConfig, MuonConfig
+from muon_compile.distributed import Mesh, cut, is_distributed, local_tensor, placements_of, read_mesh
 from muon_compile.spec import Algorithm, MatrixSpec, MeshSpec, ShardLayout, chunk_sizes
 
 # The mesh axis of plain parameters that several ranks hold copies of, in compile_step's groups=.
@@ -25,68 +25,37 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's memory of a parameter, gradient or state: a DTensor's shard, or the tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor._local_tensor  # to_local() goes through autograd
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def like_param(local: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a state as the parameter is: a DTensor around it where that is one and has its shape."""
-    if not isinstance(param, DTensor) or local.shape != param._local_tensor.shape:
-        return local
-    mesh, placements = param.device_mesh, param.placements
-    shape, stride = param.shape, param.stride()
-    # A wrapper made around a view would keep its storage offset, and could be neither copied nor saved.
-    made = DTensor.from_local(torch.empty_like(local), mesh, placements, run_check=False, shape=shape, stride=stride)
-    made._local_tensor = local
-    return made
-
-
-def local_part(value: Tensor, param: Tensor, view: Tensor) -> Tensor:
-    """This rank's part of a loaded state: the shard of a DTensor, or cut out of a whole tensor.
-
-    Args:
-        value: What was loaded.
-        param: Its parameter.
-        view: The state that it goes to, as the optimizer has it.
-    """
-    if not isinstance(view, DTensor) or not isinstance(param, DTensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, DTensor):
-        if value.device_mesh == param.device_mesh and tuple(value.placements) == tuple(param.placements):
-            return local_tensor(value)
-        return local_tensor(value.redistribute(param.device_mesh, param.placements))
-    for axis, placement in enumerate(param.placements):
-        if isinstance(placement, Shard):
-            sizes = chunk_sizes(value.shape[placement.dim], param.device_mesh.size(axis))
-            rank = param.device_mesh.get_local_rank(axis)
-            value = value.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
-    return value
-
-
-def _check_placements(name: str, tensor: DTensor) -> None:
-    """Refuse placements that the step does not know.
+def _check_placements(name: str, tensor: Any) -> None:
+    """Refuse placements that the step does not know, and shards of other sizes than ``torch.chunk`` makes.
 
     Raises:
-        NotImplementedError: Names the parameter and its placements.
+        TypeError: The local tensor is none.
+        NotImplementedError: Names the parameter, its placements and its shard.
     """
-    placements, mesh = tuple(tensor.placements), tensor.device_mesh
-    wide = [p for p, size in zip(placements, mesh.shape, strict=True) if size > 1]
+    local, mesh, given = local_tensor(tensor), read_mesh(tensor.device_mesh), tuple(tensor.placements)
+    if not isinstance(local, Tensor) or is_distributed(local):
+        raise TypeError(f"Parameter {name!r}: expected to_local() to give a plain tensor, got {type(local).__name__}.")
+    reason, placements = None, placements_of(tensor)
+    wide = [p for p, size in zip(placements, mesh.shape, strict=False) if size > 1]
     kinds = [type(p) for p in wide]
-    reason = None
-    if any(kind not in (Shard, Replicate) for kind in kinds):
+    if len(placements) != len(mesh.shape):
+        reason = f"expected {len(mesh.shape)} placements, one for every mesh axis"
+    elif any(kind not in (Shard, Replicate) for kind in kinds):
         reason = "expected Shard and Replicate placements"
     elif kinds.count(Shard) > 1 or kinds.count(Replicate) > 1:
         reason = "expected at most one sharded and one replicated mesh axis"
-    elif tensor._local_tensor.device.type not in (mesh.device_type, "meta"):
+    elif local.device.type not in (mesh.device_type, "meta"):
         reason = f"expected shards on {mesh.device_type}, the mesh's device (CPU offload is not in this version)"
+    elif mesh.coordinate is not None:
+        shape = list(tensor.shape)
+        for dim, _, length in cut(shape, [p if type(p) is Shard else Replicate() for p in placements], mesh):
+            shape[dim] = length
+        if tuple(shape) != tuple(local.shape):
+            reason = f"expected a local shape of {tuple(shape)}, as torch.chunk cuts {tuple(tensor.shape)} here"
     if reason is not None:
         raise NotImplementedError(
-            f"Parameter {name!r}: {reason}, got {placements} on a mesh of {tuple(mesh.shape)}, shard on "
-            f"{tensor._local_tensor.device}."
+            f"Parameter {name!r}: {reason}, got {given} on a mesh of {mesh.shape}, shard of {tuple(local.shape)} on "
+            f"{local.device}."
         )
 
 
@@ -99,7 +68,7 @@ class Meshes:
     """
 
     def __init__(self, replicate: ProcessGroup | None = None) -> None:
-        self._known: list[tuple[DeviceMesh, MeshSpec]] = []
+        self._known: list[tuple[Mesh, MeshSpec]] = []
         self._replicate = replicate
 
     @property
@@ -108,20 +77,22 @@ class Meshes:
             return None
         return MeshSpec(axes=((REPLICATE, self._replicate.size()),), name="plain")
 
-    def spec(self, mesh: DeviceMesh) -> MeshSpec:
+    def spec(self, mesh: Any) -> MeshSpec:
         """The mesh as plain data; equal meshes have one name."""
         for known, spec in self._known:
-            if known == mesh:
+            if known.origin is mesh:
                 return spec
-        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-        axes = tuple(zip(names, map(int, mesh.shape), strict=True))
-        spec = MeshSpec(axes=axes, name=f"mesh{len(self._known)}")
-        self._known.append((mesh, spec))
+        read = read_mesh(mesh)
+        for known, spec in self._known:
+            if known.is_same(read):
+                return spec
+        spec = MeshSpec(axes=tuple(zip(read.names, read.shape, strict=True)), name=f"mesh{len(self._known)}")
+        self._known.append((read, spec))
         return spec
 
-    def layout(self, tensor: Tensor) -> ShardLayout | None:
+    def layout(self, tensor: Any) -> ShardLayout | None:
         """How a parameter lies on its mesh; None where this rank alone has it."""
-        if not isinstance(tensor, DTensor):
+        if not is_distributed(tensor):
             plain = self._plain
             return None if plain is None else ShardLayout(mesh=plain, replica_axis=REPLICATE)
         spec = self.spec(tensor.device_mesh)
@@ -129,7 +100,7 @@ class Meshes:
         dim: int | None = None
         sizes: tuple[int, ...] = ()
         replica: str | None = None
-        for (name, size), placement in zip(spec.axes, tensor.placements, strict=True):
+        for (name, size), placement in zip(spec.axes, placements_of(tensor), strict=True):
             if size > 1 and isinstance(placement, Shard):
                 axis, dim, sizes = name, placement.dim, chunk_sizes(tensor.shape[placement.dim], size)
             elif size > 1:
@@ -142,22 +113,22 @@ class Meshes:
             assert self._replicate is not None
             return self._replicate
         (found,) = [known for known, spec in self._known if spec == mesh]
-        return found.get_group([name for name, _ in mesh.axes].index(axis))
+        return found.group(found.names.index(axis))
 
     def groups(self) -> list[ProcessGroup]:
         """The process groups of all meshes, each once, in an order that their ranks share."""
         found = [] if self._replicate is None or self._plain is None else [self._replicate]
         for mesh, _ in self._known:
-            for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1 and mesh.get_group(axis) not in found:
-                    found.append(mesh.get_group(axis))
+            for axis, size in enumerate(mesh.shape):
+                if size > 1 and mesh.group(axis) not in found:
+                    found.append(mesh.group(axis))
         return found
 
     def ranks(self) -> list[int]:
         """All ranks of all meshes, ascending."""
         found = set() if self._replicate is None else set(dist.get_process_group_ranks(self._replicate))
         for mesh, _ in self._known:
-            found |= set(mesh.mesh.flatten().tolist())
+            found |= set(mesh.ranks)
         return sorted(found)
 
     def coordinate(self, mesh: MeshSpec, axis: str) -> int:
@@ -179,13 +150,13 @@ def check_tensor(name: str, tensor: object, algorithm: str) -> None:
         raise ValueError(
             f"Parameter {name!r}: expected a parameter with a shape, got a lazy one; run the model once before."
         )
-    if isinstance(tensor, DTensor):
+    if is_distributed(tensor):
         _check_placements(name, tensor)
         tensor = local_tensor(tensor)
     elif getattr(tensor, "placements", None) is not None:
         raise NotImplementedError(
-            f"Parameter {name!r}: expected a plain tensor or a DTensor, got a {type(tensor).__name__} with placements "
-            f"{getattr(tensor, 'placements', None)}."
+            f"Parameter {name!r}: expected a plain tensor, a DTensor or one with to_local() and device_mesh, "
+            f"got a {type(tensor).__name__} with placements {getattr(tensor, 'placements', None)}."
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"Parameter {name!r}: expected a dense tensor, got layout {tensor.layout}.")
@@ -256,7 +227,7 @@ def inspect_params(
         elif isinstance(config, AdamWConfig):
             which = "adamw"
         else:
-            which = algorithm or ("muon" if isinstance(tensor, Tensor) and tensor.dim() >= 2 else "adamw")
+            which = algorithm or ("muon" if isinstance(tensor, Tensor) and tensor.ndim >= 2 else "adamw")
         check_tensor(name, tensor, which)
         grad = tensor.grad
         specs.append(

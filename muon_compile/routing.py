@@ -97,7 +97,7 @@ def _decide(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> Iter
                 yield Routed(name=name, tensor=tensor, algorithm=None, reason=f"tied to {first_names[id(tensor)]}")
                 continue
             first_names[id(tensor)] = name
-            flatten = isinstance(module, _FLAT_CONVS) and tensor.dim() == 3
+            flatten = isinstance(module, _FLAT_CONVS) and tensor.ndim == 3
             algorithm, reason = _rule(name, tensor, module, embedded, heads)
             if not tensor.requires_grad:
                 yield Routed(name=name, tensor=tensor, algorithm=None, reason="frozen (requires_grad=False), left out")
@@ -116,8 +116,8 @@ def _decide(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> Iter
 
 
 def _rule(name: str, tensor: Tensor, module: nn.Module, embedded: set[int], heads: set[int]) -> tuple[Algorithm, str]:
-    if tensor.dim() < 2:
-        kind = "scalar" if tensor.dim() == 0 else "bias" if name.endswith("bias") else "vector"
+    if tensor.ndim < 2:
+        kind = "scalar" if tensor.ndim == 0 else "bias" if name.endswith("bias") else "vector"
         kind = "norm" if "norm" in type(module).__name__.lower() else kind
         return "adamw", kind
     if "norm" in type(module).__name__.lower():
@@ -126,11 +126,11 @@ def _rule(name: str, tensor: Tensor, module: nn.Module, embedded: set[int], head
         return "adamw", "embedding (tied head)" if id(tensor) in heads else "embedding"
     if id(tensor) in heads:
         return "adamw", "output head"
-    if "conv" in type(module).__name__.lower() and tensor.dim() >= 3:
+    if "conv" in type(module).__name__.lower() and tensor.ndim >= 3:
         return "muon", "convolution, as one matrix"
     if min(tensor.shape[-2:]) == 1:
         return "adamw", "a single row or column"
-    if tensor.dim() == 2:
+    if tensor.ndim == 2:
         return "muon", "hidden matrix"
     return "muon", "stack of matrices"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from muon_compile.distributed import is_distributed, read_mesh
 from muon_compile.lower.compiled import CompileError
 
 
@@ -20,19 +20,25 @@ def check_groups(params: Iterable[Tensor]) -> None:
 
     Raises:
         RuntimeError: Names the group, and the ranks.
+        NotImplementedError: A group has the ranks in another order than the mesh, so in which order shards are.
     """
-    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
-        at = mesh.get_coordinate() or ()
-        for axis in range(mesh.ndim if at else 0):
-            line = mesh.mesh[tuple(slice(None) if i == axis else c for i, c in enumerate(at))].tolist()
-            if len(line) == 1:
+    for origin in {id(p.device_mesh): p.device_mesh for p in params if is_distributed(p)}.values():  # type: ignore[attr-defined]
+        mesh = read_mesh(origin)
+        for axis, size in enumerate(mesh.shape if mesh.coordinate is not None else ()):
+            if size == 1:
                 continue
-            group = mesh.get_group(axis)
+            line, group = mesh.line(axis), mesh.group(axis)
             ranks = dist.get_process_group_ranks(group)
             if sorted(ranks) != sorted(line):
                 raise RuntimeError(
                     f"The process group {group.group_name!r} of a parameter's mesh was made anew: expected ranks "
                     f"{line}, got {ranks}; nothing has changed. Make mesh, model and optimizer anew."
+                )
+            if ranks != line:
+                raise NotImplementedError(
+                    f"Axis {mesh.names[axis]!r} of a parameter's mesh: expected its process group "
+                    f"{group.group_name!r} to have the ranks in the mesh's order {line}, got {ranks}; make the mesh "
+                    "of ranks that ascend."
                 )
 
 

@@ -7,16 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muon_compile.build.step import run_step
 from muon_compile.config import CompileConfig
-from muon_compile.layout import dtype_name, local_tensor
+from muon_compile.distributed import is_distributed, local_tensor, same_placements
+from muon_compile.layout import dtype_name
 from muon_compile.lower.backends import lower_step
 from muon_compile.lower.check import collective_lines
 from muon_compile.lower.compiled import CompiledGraph
@@ -66,7 +67,7 @@ class Binding:
         self.compiled_kinds: set[str] = set()
         self._params = [local_tensor(p).detach() for p in reading.params]
         self._addresses = [p.data_ptr() for p in self._params]
-        self._sharded = any(isinstance(p, DTensor) for p in reading.params)
+        self._sharded = any(map(is_distributed, reading.params))
         # Ranks that exchange matrices agree first on which gradients are there; the graph leaves the outcome here.
         self.agreement: Tensor | None = None
         if self.plan.exchanges:
@@ -164,7 +165,7 @@ class Binding:
             grad = param.grad if index not in self._elsewhere else live_gradient(param, self._elsewhere[index])
             if grad is None and index in self._zero_missing:
                 grad = self._absent_grad(index)
-            if self._sharded and isinstance(grad, DTensor):
+            if self._sharded and grad is not None and is_distributed(grad):
                 grad = self._local_grad(index, grad)
             if grad is not None and (
                 grad.layout is not torch.strided
@@ -176,10 +177,10 @@ class Binding:
             grads.append(grad)
         return grads
 
-    def _local_grad(self, index: int, grad: DTensor) -> Tensor:
-        param = self.reading.params[index]
-        placements = param.placements if isinstance(param, DTensor) else ()
-        if tuple(grad.placements) != tuple(placements):
+    def _local_grad(self, index: int, grad: Any) -> Tensor:
+        param: Any = self.reading.params[index]
+        if not is_distributed(param) or not same_placements(grad, param):
+            placements = tuple(param.placements) if is_distributed(param) else ()
             raise ValueError(
                 f"Gradient of {self.reading.specs[index].name!r}: expected the parameter's placements {placements}, "
                 f"got {tuple(grad.placements)}; reduce it before the step (fully_shard does)."

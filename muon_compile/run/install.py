@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muon_compile.distributed import local_tensor
+
 if TYPE_CHECKING:
     from muon_compile.run.compiled_step import CompiledStep
 
@@ -170,7 +172,7 @@ def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                grads.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
+                grads.setdefault((param.grad.device, param.grad.dtype), []).append(local_tensor(param.grad))
     inverse = scale.double().reciprocal().float()
     for (device, _), tensors in grads.items():
         found = torch.zeros((), device=device)

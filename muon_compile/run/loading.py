@@ -9,6 +9,7 @@ from weakref import ref
 from torch.optim import Optimizer
 
 from muon_compile.adapters import Adapter, find_adapter
+from muon_compile.distributed import is_foreign
 
 if TYPE_CHECKING:
     from muon_compile.run.compiled_step import CompiledStep
@@ -129,7 +130,18 @@ class LoadHooks:
         for index, given in by_index.items():
             binding.state.check(index, given)
         self._pending[id(optimizer)] = by_index
-        return {**state_dict, "param_groups": [_at_home(old, new) for old, new in zip(live, saved, strict=True)]}
+        # The base class asks a parameter by an operator whether it is a floating one, which a foreign tensor may not
+        # answer; what is taken from the state dict itself is kept from it.
+        state = dict(state)
+        for i, p in zip(ids, params, strict=True):
+            if id(p) in index_of and i in state and is_foreign(p):
+                known = binding.state.their_names(index_of[id(p)])
+                state[i] = {name: value for name, value in state[i].items() if name not in known}
+        return {
+            **state_dict,
+            "state": state,
+            "param_groups": [_at_home(old, new) for old, new in zip(live, saved, strict=True)],
+        }
 
     def _after(self, optimizer: Optimizer) -> None:
         step = self._step()

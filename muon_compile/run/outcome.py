@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from muon_compile.layout import local_tensor
+from muon_compile.distributed import local_tensor
 from muon_compile.run.binding import Binding
 
 

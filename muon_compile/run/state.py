@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from muon_compile.adapters import Group
 from muon_compile.build.pure import init_state
 from muon_compile.build.rounding import MASTER, STEPS
-from muon_compile.layout import like_param, local_part, local_tensor
+from muon_compile.distributed import like_param, local_part, local_tensor, misfit, own_copy
 from muon_compile.plan.plan import Plan
 from muon_compile.run.reading import Reading, live_groups
 
@@ -29,7 +29,7 @@ class StateStore:
     def __init__(self, plan: Plan, reading: Reading, optimizers: Sequence[Optimizer]) -> None:
         self.plan, self.reading, self.optimizers = plan, reading, list(optimizers)
         self.stacked = init_state(plan, [local_tensor(p) for p in reading.params])
-        # What optimizers are given, DTensors where the parameters are; and this rank's memory of the same.
+        # What optimizers are given, distributed as the parameters are; and this rank's memory of the same.
         self.views: list[dict[str, Tensor]] = [{} for _ in reading.params]
         self._local: list[dict[str, Tensor]] = [{} for _ in reading.params]
         for bucket in plan.buckets:
@@ -69,6 +69,10 @@ class StateStore:
                     return False
         return True
 
+    def their_names(self, index: int) -> set[str]:
+        """What the optimizer calls a parameter's state."""
+        return {self._names[index].get(name, name) for name in self.views[index]}
+
     def read(self, index: int, group: Group, entry: ParamState) -> ParamState:
         """A parameter's state, as its optimizer has or had it beside a group, under this library's names."""
         if not entry:
@@ -103,9 +107,11 @@ class StateStore:
                     f"or remove {name!r} from the state, to begin anew from the parameter."
                 )
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            fits = shape == tuple(view.shape) or (name in ("step", STEPS) and shape in ((), (1,)))
-            if not fits:
-                raise ValueError(f"State of {spec.name!r}: {name}: expected shape {tuple(view.shape)}, got {shape}.")
+            if name in ("step", STEPS) and shape in ((), (1,)):
+                continue
+            wrong = misfit(value, self._local[index][name], self.reading.params[index], view)
+            if wrong is not None:
+                raise ValueError(f"State of {spec.name!r}: {name}: {wrong}.")
 
     @torch.no_grad()
     def adopt(self, states: Sequence[ParamState]) -> None:
@@ -123,7 +129,7 @@ class StateStore:
                     local.zero_()
                 elif isinstance(value, Tensor):
                     if value is not view:
-                        local.copy_(local_part(value.detach(), self.reading.params[index], view).reshape(local.shape))
+                        local.copy_(local_part(value, self.reading.params[index], view).reshape(local.shape))
                 else:
                     local.fill_(float(value))
 
@@ -180,8 +186,6 @@ class StateStore:
             for name, value in list(held.items()):
                 if not isinstance(value, Tensor):
                     continue
-                own = value.detach().clone()
-                if index in beside and name in moments:
-                    own = own.to(param.dtype)
+                own = own_copy(value, param.dtype if index in beside and name in moments else None)
                 held[name] = own.cpu() if name == "step" and not on_device else own
             adapter.write_state(self.optimizers[owner], group, held)

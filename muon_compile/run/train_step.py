@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad_and_value
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from muon_compile.build.collectives import all_reduce, broadcast, wait
 from muon_compile.build.step import run_step
 from muon_compile.config import CompileConfig
+from muon_compile.distributed import is_distributed
 from muon_compile.lower.backends import check_backend
 from muon_compile.lower.compiled import CompileError
 from muon_compile.lower.train import TRAIN_BACKENDS, trace_update, train_compiler
@@ -269,7 +269,7 @@ def compile_train_step(
     """
     if backend not in TRAIN_BACKENDS:
         raise ValueError(f"compile_train_step: backend: expected one of {TRAIN_BACKENDS}, got {backend!r}.")
-    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    sharded = [name for name, p in model.named_parameters() if is_distributed(p)]
     if sharded:
         raise NotImplementedError(
             f"compile_train_step: expected a plain or DistributedDataParallel model, got sharded parameters "
