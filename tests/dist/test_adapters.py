@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 import muon_compile as mc
+from tests.dist import foreign
 from tests.dist.models import mesh_of
 from tests.dist.ranks import Ranks
 from tests.graph.twins import give, parameters
@@ -140,3 +140,90 @@ def owners(rank: int, own_steps: int) -> tuple[float, int]:
 def test_owners_send_their_momenta_before_the_step_takes_over(ranks: Ranks, own_steps: int) -> None:
     for worst, sent in ranks.run(owners, own_steps, timeout=120):
         assert worst <= FLOAT32 and sent == (own_steps > 0)
+
+
+# -- a mixture of experts under HyperParallel's optimizers ------------------------------------------------------------
+
+TINY = MoeConfig.named("tiny")
+MOE_STEPS = 3
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    windows = torch.randint(256, (8, TINY.context + 1), generator=torch.Generator().manual_seed(step))
+    return windows[:, :-1], windows[:, 1:]
+
+
+def model_of() -> MoeDecoder:
+    torch.manual_seed(0)
+    return MoeDecoder(TINY)
+
+
+def chain_of(groups: list[dict[str, Any]], params: dict[str, Parameter]) -> formulas.ChainedOptimizer:
+    """Muon for matrices and AdamW for the rest, by the names that the groups have."""
+    chosen = {group["algorithm"]: [params[name] for name, _ in group["params"]] for group in groups}
+    # AdamW's first updates are signs of gradients, which rounding can turn where they are nearly 0.
+    adamw = formulas.HyperParallelAdamW(chosen["adamw"], lr=TINY.adamw_lr, weight_decay=0.1, eps=1e-3)
+    muon = formulas.HyperParallelMuon(chosen["muon"], lr=TINY.lr)
+    return formulas.ChainedOptimizer(None, {"adamw": adamw, "muon": muon}, flatten=True)
+
+
+def alone() -> list[dict[str, Tensor]]:
+    """Parameters after every step of the eager formulas in one process."""
+    model = model_of()
+    chain = chain_of(groups_of(model), dict(model.named_parameters()))
+    found = []
+    for number in range(MOE_STEPS):
+        losses_of(model, *batch(number), TINY.balance)[0].backward()
+        with find.as_float32(True):
+            chain.step()
+        chain.zero_grad()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found
+
+
+def together(rank: int, kept: list[dict[str, Tensor]]) -> tuple[list[float], int, int, bool]:
+    """The same on a 2 x 2 mesh: its own DTensors over the shards that the model computes with, gradients in
+    ``main_grad``, one compiled step for the chain. Largest relative difference of an update, for every step."""
+    model, mesh = model_of(), mesh_of((2, 2))
+    groups = groups_of(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    other = foreign.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replica", "shard"))
+    held: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        where = [foreign.Replicate(), foreign.Shard(param.placements[1].dim)]
+        held[name] = foreign.DTensor.from_local(param.to_local().detach(), other, where, shape=tuple(param.shape))
+    chain = chain_of(groups, held)
+    step = mc.compile_step(chain, backend="aot_eager", ns="standard", config=CONFIG, names=list(held.items()))
+    worst = []
+    before = {name: p.detach().clone() for name, p in model_of().named_parameters()}
+    for number, wanted in enumerate(kept):
+        inputs, targets = (part.chunk(4)[rank] for part in batch(number))
+        losses_of(model, inputs, targets, TINY.balance)[0].backward()
+        for name, param in model.named_parameters():
+            assert isinstance(param.grad, DTensor)
+            held[name].main_grad, param.grad = param.grad.to_local(), None
+        chain.step()
+        errors = []
+        for name, param in model.named_parameters():
+            change = wanted[name] - before[name]
+            difference = param.detach().full_tensor() - wanted[name]
+            # A weight of 1 rounds by 6e-8, more than that part of its small change.
+            off = max(0.0, float(difference.norm() - 6e-8 * wanted[name].norm()))
+            errors.append(off / float(change.norm()))
+            with torch.no_grad():  # both go on from one place
+                local = wanted[name].chunk(2, param.placements[1].dim)[mesh.get_local_rank(1)]
+                param.to_local().copy_(local)
+        before = wanted
+        worst.append(max(errors))
+    state = chain.optimizers_dict["muon"].state
+    alike = all(type(state[p]["momentum_buffer"]) is foreign.DTensor for p in state)
+    return worst, step.stats.collectives, step.stats.recompiles, alike
+
+
+def test_a_mixture_of_experts_goes_through_hyperparallel(four: Ranks) -> None:
+    for worst, collectives, recompiles, alike in four.run(together, alone(), timeout=150):
+        assert max(worst) <= FLOAT32, worst
+        assert collectives and not recompiles and alike
