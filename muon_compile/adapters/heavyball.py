@@ -87,10 +87,6 @@ class HeavyBallMuonAdapter(FamilyAdapter):
         """See ``Adapter``."""
         return {name: value for name, value in state.items() if name not in ("is_initialized", "step")}
 
-    def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
-        """See ``Adapter``."""
-        state["is_initialized"] = set(optimizer._transform_ids)  # type: ignore[attr-defined]
-
     def after_step(self, optimizer: Optimizer) -> None:
         """See ``Adapter``: gradients are used up there, unless they are to be kept."""
         for group in optimizer.param_groups:

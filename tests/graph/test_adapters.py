@@ -99,7 +99,7 @@ ORIGINALS: dict[str, Make] = {
     "keller with Adam": keller_with_adam,
     "moonlight": lambda: moonlight("formula"),
     "moonlight, original": lambda: moonlight("original"),
-    "moonlight, plain momentum, 3 steps": lambda: moonlight("formula", nesterov=False, ns_steps=3),
+    "moonlight, plain momentum, 3 steps": lambda: moonlight("formula", nesterov=False, ns_steps=3, adamw_eps=0.1),
     "dion": lambda: dion("formula"),
     "dion, original": lambda: dion("original"),
     "dion, nesterov, rms, other table": lambda: dion(
@@ -290,6 +290,19 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
     return found
 
 
+def kinds_of(state: Any) -> list[str]:
+    """dtypes and types of the same."""
+    found: list[str] = []
+    for value in state.values():
+        if isinstance(value, dict):
+            found += kinds_of(value)
+        elif isinstance(value, Tensor):
+            found.append(str(value.dtype))
+        else:
+            found.append(type(value).__name__)
+    return sorted(found)
+
+
 ALL = {**ORIGINALS, **{f"heavyball, {name}": make for name, make in HEAVYBALL.items()}}
 
 
@@ -311,6 +324,7 @@ def test_state_goes_in_and_out_exactly(name: str) -> None:
     after = optimizer.state_dict()
     wanted = tensors_of(before["state"])
     assert wanted.keys() <= inside.keys() and wanted.keys() == tensors_of(after["state"]).keys()
+    assert kinds_of(before["state"]) == kinds_of(after["state"])
     for path, value in tensors_of(after["state"]).items():
         assert torch.equal(value, wanted[path]) and torch.equal(inside[path], value), path
     for old, new in zip(before["param_groups"], after["param_groups"], strict=True):
@@ -339,6 +353,28 @@ def test_the_original_goes_on_by_itself_after_uninstall(name: str) -> None:
                 found = update_of(mine, ours.step)
         for a, e in zip(found, expected, strict=True):
             assert relative_error(a, e) <= FLOAT32, (number, tuple(a.shape))
+        for one, other in zip(ours.param_groups, stock.param_groups, strict=True):
+            assert one.get("step") == other.get("step"), number
+
+
+def test_a_checkpoint_of_dion_that_counts_steps_in_groups_alone() -> None:
+    """As releases before the counter moved to the device wrote them."""
+    (theirs, stock), (mine, ours), _ = twins(ORIGINALS["dion"])
+    for number in range(3):
+        step_of(stock, theirs, number)
+    saved = copy.deepcopy(stock.state_dict())
+    for entry in saved["state"].values():
+        entry.pop("step_dev", None)
+    ours.load_state_dict(saved)
+    steps = [ours.state[p]["step_dev"] for group in ours.param_groups[4:5] for p in group["params"]]
+    assert [float(step) for step in steps] == [3.0] * len(VECTORS)
+    with torch.no_grad():
+        torch._foreach_copy_(mine, theirs)
+    give(theirs, mine, seed=9)
+    with find.as_float32(True):
+        expected = update_of(theirs, stock.step)
+    for a, e in zip(update_of(mine, ours.step), expected, strict=True):
+        assert relative_error(a, e) <= FLOAT32
 
 
 @pytest.mark.parametrize("name", HEAVYBALL)
