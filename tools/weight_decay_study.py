@@ -211,19 +211,18 @@ def best(optimizer: str, decay: float, steps: int, folder: Path) -> float | None
 
 
 def long_runs(steps: int, folder: Path) -> Iterator[Run]:
-    """Three seeds of everything; the rates are known by then."""
+    """Three seeds of everything, what matters most first; the rates are known by then."""
+    found: list[Run] = []
     for optimizer, decay in kinds():
         rate = best(optimizer, decay, steps, folder)
-        if rate is None:
-            continue
-        for seed in SEEDS:
-            run = Run(optimizer=optimizer, decay=decay, rate=rate, seed=seed, steps=steps)
-            yield run
-            if (optimizer, decay) != ("muon", PRECISION_DECAY):
-                continue
-            yield from (replace(run, precision=name) for name in PRECISIONS if name != "float32")
-            if seed == SEEDS[0]:
-                yield replace(run, ranks=2)
+        if rate is not None:
+            found += [Run(optimizer=optimizer, decay=decay, rate=rate, seed=seed, steps=steps) for seed in SEEDS]
+    yield from found
+    chosen = [run for run in found if (run.optimizer, run.decay) == ("muon", PRECISION_DECAY)]
+    narrow = [[replace(run, precision=name) for name in PRECISIONS if name != "float32"] for run in chosen]
+    yield from (run for runs in narrow[:1] for run in runs)
+    yield from (replace(run, ranks=2) for run in chosen[:1])
+    yield from (run for runs in narrow[1:] for run in runs)
 
 
 def launch(run: Run, arguments: argparse.Namespace) -> None:
