@@ -221,6 +221,7 @@ def test_20_float64_steps_are_those_of_heavyball(name: str) -> None:
         assert all(p.grad is None for p in mine), "theirs uses gradients up"
         for a, e in zip(found, expected, strict=True):
             assert relative_error(a, e) <= FLOAT32, (number, tuple(a.shape))  # the state is float32 in both
+    assert kinds_of(ours.state_dict()["state"]).count("torch.float64") == 0
     assert step.stats.recompiles == 0
     assert int(ours.param_groups[0]["step_count"]) == int(stock.param_groups[0]["step_count"]) == STEPS
 
