@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from muon_compile.build.adamw import adamw_update
 from muon_compile.build.guard import Guard, look_at_gradients
 from muon_compile.build.lion import lion_update
+from muon_compile.build.looks import Looks, Watch, watcher
 from muon_compile.build.momentum import direction, exact_direction
 from muon_compile.build.orthogonalize import Norms, orthogonalize, shape_scale
 from muon_compile.build.phases import Phases, run_side_by_side
@@ -33,8 +34,6 @@ from muon_compile.spec import Algorithm
 
 Hyper = Sequence[Mapping[str, Tensor]]
 BucketState = Mapping[str, Tensor]
-# Hears of a part's matrices: its index, their squared errors, and which of its units they are of.
-_Watch: TypeAlias = Callable[[int, Tensor, slice], None]
 _FIRST_MOMENT: Mapping[Algorithm, str] = {"muon": "momentum_buffer", "adamw": "exp_avg", "lion": "exp_avg"}
 
 
@@ -126,7 +125,7 @@ def run_step(
         guard, presence = look_at_gradients(plan, boundary.grad_squares, presence, places or {})
         if guard.finite is not None:
             boundary.taken(guard.finite)
-    looks = _Looks(Tally(plan) if boundary.probing else None, Vanishing(plan) if plan.watched_norms() else None)
+    looks = Looks(Tally(plan) if boundary.probing else None, Vanishing(plan) if plan.watched_norms() else None)
     given = _Given(hyper, presence, places or {}, guard, {})
     for index, wave in enumerate(plan.waves):
         if index:
@@ -153,22 +152,7 @@ class _Given(NamedTuple):
     roundings: dict[int, Tensor]
 
 
-class _Looks(NamedTuple):
-    """Who wants to know of a step's figures, over all waves."""
-
-    tally: Tally | None
-    vanishing: Vanishing | None
-
-    def norms(self, plan: Plan, part: int, mask: Tensor | None) -> Callable[[Tensor, slice], None] | None:
-        """Hears the norms of a part's matrices, and which of its units they are of."""
-        if self.vanishing is None:
-            return None
-        vanishing, view = self.vanishing, plan.stretch(part).bucket.view
-        assert view is not None
-        return lambda norms, units: vanishing.norms(part, norms, _of_units(mask, view.stacks, units))
-
-
-def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: _Looks) -> None:
+def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: Looks) -> None:
     hyper, presence, places = given.hyper, given.presence, given.places
     tally = looks.tally
     views: dict[int, Tensor] = {}
@@ -187,7 +171,7 @@ def _run_wave(plan: Plan, wave: Wave, boundary: Boundary, given: _Given, looks: 
                 squares = row_squares(boundary.load(part)[_FIRST_MOMENT[part.bucket.algorithm]])
             tally.momentum(index, squares)
     shared = [index for index, part in parts.items() if part.part.exchange is not None]
-    watch = None if tally is None else _watch(plan, masks, tally)
+    watch = None if tally is None else watcher(plan, masks, tally)
     phases = [
         _exchange(plan, index, views[index], places[index], boundary, watch, looks.norms(plan, index, masks[index]))
         for index in shared
@@ -250,29 +234,13 @@ def _advance(
     return both
 
 
-def _watch(plan: Plan, masks: Mapping[int, Tensor | None], tally: Tally) -> _Watch:
-    """Notes squared errors, by the mask of the units that they are of."""
-
-    def note(index: int, errors: Tensor, units: slice) -> None:
-        view = plan.stretch(index).bucket.view
-        assert view is not None
-        tally.orthogonal(index, errors, _of_units(masks[index], view.stacks, units))
-
-    return note
-
-
-def _of_units(mask: Tensor | None, stacks: int, units: slice) -> Tensor | None:
-    """The mask of parameters ``[B]`` as that of some of their ``B * stacks`` units."""
-    return None if mask is None else mask[:, None].expand(-1, stacks).reshape(-1)[units]
-
-
 def _exchange(
     plan: Plan,
     index: int,
     update: Tensor,
     place: Place,
     boundary: Boundary,
-    watch: _Watch | None,
+    watch: Watch | None,
     norms: Callable[[Tensor, slice], None] | None,
 ) -> Phases:
     """``exchange_part``, that says what it is about whenever it goes on: other parts have been at work meanwhile."""
@@ -341,7 +309,7 @@ def _orthogonalize_wave(
     wave: Wave,
     views: Mapping[int, Tensor],
     boundary: Boundary,
-    watch: _Watch | None,
+    watch: Watch | None,
     heard: Mapping[int, Callable[[Tensor, slice], None] | None],
 ) -> dict[int, list[Tensor]]:
     """Newton-Schulz over every batch of the wave; per part the blocks of the result, in row order."""
