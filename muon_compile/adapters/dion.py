@@ -5,6 +5,7 @@ Source: github.com/microsoft/dion, dion/muon.py, dion/megabatch_base.py, dion/sc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,17 +53,19 @@ class DionMuonAdapter(FamilyAdapter):
 
     def check(self, optimizer: Optimizer) -> None:
         """See ``Adapter``."""
-        given = _orthogonalizer(optimizer)
-        if given not in _ORTHOGONALIZERS:
-            refuse(
-                "dion.Muon",
-                {"newton_schulz_func": given},
-                "use_polar_express=True or False, without use_gram_newton_schulz and newton_schulz_func",
-            )
+        _orthogonalizer(optimizer)
+        for group in optimizer.param_groups:
+            if group.get("num_heads") not in (None, 1):
+                found = {tuple(p.shape) for p in group["params"] if len(p.shape) != 2}
+                if found or group.get("flatten"):
+                    raise ValueError(
+                        "dion.Muon: num_heads: expected 2-D parameters in a group with flatten=False, got "
+                        f"{sorted(found) or 'flatten=True'}."
+                    )
 
     def groups(self, optimizer: Optimizer) -> Sequence[Group]:
         """See ``Adapter``."""
-        orthogonalizer = _ORTHOGONALIZERS[_orthogonalizer(optimizer)]
+        orthogonalizer = _orthogonalizer(optimizer)
         return [{**group, "orthogonalizer": orthogonalizer} for group in optimizer.param_groups]
 
     def algorithm(self, group: Group) -> Algorithm:
@@ -81,6 +84,8 @@ class DionMuonAdapter(FamilyAdapter):
         polar = group.get("orthogonalizer", "polar_express") == "polar_express"
         (a, b, c), *others = _POLAR
         heads, blocks = group.get("num_heads"), group.get("split_sizes")
+        if group["adjust_lr"] not in _SCALES:
+            raise ValueError(f"dion.Muon: adjust_lr: expected one of {list(_SCALES)}, got {group['adjust_lr']!r}.")
         return MuonConfig(
             preset="dion",
             nesterov=bool(group["nesterov"]),
@@ -119,5 +124,18 @@ class DionMuonAdapter(FamilyAdapter):
 
 
 def _orthogonalizer(optimizer: Any) -> str:
-    name: str = getattr(optimizer._newton_schulz_func, "__name__", repr(optimizer._newton_schulz_func))
-    return name
+    """The table that the optimizer's own function stands for.
+
+    Raises:
+        NotImplementedError: It is somebody else's function.
+    """
+    given = optimizer._newton_schulz_func
+    plain = inspect.unwrap(given) if callable(given) else given
+    name, module = getattr(plain, "__name__", repr(plain)), str(getattr(plain, "__module__", ""))
+    if name not in _ORTHOGONALIZERS or not module.startswith("dion."):
+        refuse(
+            "dion.Muon",
+            {"newton_schulz_func": f"{module}.{name}"},
+            "use_polar_express=True or False, without use_gram_newton_schulz and newton_schulz_func",
+        )
+    return _ORTHOGONALIZERS[name]

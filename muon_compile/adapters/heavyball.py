@@ -6,17 +6,23 @@ Source: heavyball 3.2.1, heavyball/__init__.py, chainable.py, utils.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from muon_compile.adapters.registry import FamilyAdapter, Group, refuse
-from muon_compile.config import DTypeName, MuonConfig
+from muon_compile.config import DTypeName, MomentumForm, MuonConfig
 from muon_compile.spec import Algorithm
 
 _OFF = ("caution", "cautious_weight_decay", "mars", "palm", "ecc", "param_ecc")
+# What its transforms of that name do with a gradient. The one left out takes the bias out of its average.
+_AVERAGES: dict[str, tuple[MomentumForm, bool]] = {
+    "nesterov_ema": ("ema_added", True),
+    "nesterov_momentum": ("sum", True),
+    "heavyball_momentum": ("sum", False),
+}
 # The key of a parameter's state that is not cut into several.
 _WHOLE = 0
 
@@ -30,20 +36,24 @@ class HeavyBallMuonAdapter(FamilyAdapter):
     """
 
     class_paths = ("heavyball.Muon",)
-    config_keys = ("nesterov", "heavyball_momentum", "storage_dtype", *_OFF)
+    config_keys = ("average", "storage_dtype", *_OFF)
 
     def check(self, optimizer: Optimizer) -> None:
         """See ``Adapter``."""
         mode = getattr(sys.modules.get("heavyball.utils"), "zeroth_power_mode", "newtonschulz")
         given: dict[str, object] = {} if mode == "newtonschulz" else {"heavyball.utils.zeroth_power_mode": mode}
-        transforms = getattr(optimizer, "fns", ())
-        if len(transforms) != 2:
-            given["transforms"] = [getattr(t, "fn_name", repr(t)) for t in transforms]
+        names = _transforms(optimizer)
+        if len(names) != 2 or names[0] not in _AVERAGES or names[1] != "orthogonalize_update":
+            given["transforms"] = names
         if getattr(optimizer, "use_ema", False):
             given["use_ema"] = True
         if getattr(optimizer, "_orig_shapes", None) is not None:
             given["orig_shapes"] = "..."
-        refuse("heavyball.Muon", given, "momentum and orthogonalization alone, without clipping")
+        refuse("heavyball.Muon", given, "nesterov=True or heavyball_momentum=True, without clipping")
+
+    def groups(self, optimizer: Optimizer) -> Sequence[Group]:
+        """See ``Adapter``; the flags in a group say nothing once the optimizer is made."""
+        return [{**group, "average": _transforms(optimizer)[0]} for group in optimizer.param_groups]
 
     def algorithm(self, group: Group) -> Algorithm:
         """See ``Adapter``."""
@@ -51,15 +61,13 @@ class HeavyBallMuonAdapter(FamilyAdapter):
 
     def config(self, group: Group) -> MuonConfig:
         """See ``Adapter``."""
-        given = {name: group[name] for name in _OFF if group.get(name)}
-        if not group["nesterov"] and not group["heavyball_momentum"]:
-            given["nesterov"] = False  # an average without its bias, another state
-        refuse("heavyball.Muon", given, "nesterov=True or heavyball_momentum=True, and the rest off")
+        refuse("heavyball.Muon", {name: group[name] for name in _OFF if group.get(name)}, "all of them off")
+        form, nesterov = _AVERAGES[group.get("average", "nesterov_ema")]
         stored: DTypeName = group.get("storage_dtype", "float32")
         return MuonConfig(
-            momentum_form="sum" if group["heavyball_momentum"] else "ema_added",
+            momentum_form=form,
             momentum_dtype=stored,
-            nesterov=bool(group["nesterov"]),
+            nesterov=nesterov,
             coefficients="you",
             eps=1e-7,
             eps_mode="clamp",
@@ -88,12 +96,17 @@ class HeavyBallMuonAdapter(FamilyAdapter):
         return {name: value for name, value in state.items() if name not in ("is_initialized", "step")}
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See ``Adapter``: gradients are used up there, unless they are to be kept."""
+        """See ``Adapter``."""
         for group in optimizer.param_groups:
             group["step_count"] = _steps(group) + 1
-            if getattr(optimizer, "consume_grad", True):
-                for param in group["params"]:
-                    param.grad = None
+
+    def uses_up_gradients(self, optimizer: Optimizer) -> bool:
+        """See ``Adapter``."""
+        return bool(getattr(optimizer, "consume_grad", True))
+
+
+def _transforms(optimizer: Optimizer) -> list[str]:
+    return [str(getattr(transform, "fn_name", transform)) for transform in getattr(optimizer, "fns", ())]
 
 
 def _steps(group: Group) -> int:

@@ -23,6 +23,11 @@ _OLD_EPS = 1e-7
 class _HyperParallelAdapter(FamilyAdapter):
     grad_names = ("grad", "main_grad")
 
+    def collect_state(self, optimizer: Optimizer) -> None:
+        """See ``Adapter``; what loads into a group loads what is there, so the count is."""
+        for group in optimizer.param_groups:
+            group.setdefault("step", 0)
+
     def after_step(self, optimizer: Optimizer) -> None:
         """See ``Adapter``."""
         for group in optimizer.param_groups:
@@ -70,6 +75,12 @@ class HyperParallelMuonAdapter(_HyperParallelAdapter):
 
     def config(self, group: Group) -> MuonConfig:
         """See ``Adapter``."""
+        variant = group.get("ns_variant", "asym5")
+        if variant not in ("legacy", "asym5", "custom") or (variant == "custom" and not group.get("ns_coefficients")):
+            raise ValueError(
+                "HyperParallel's Muon: ns_variant: expected 'legacy', 'asym5', or 'custom' with ns_coefficients, got "
+                f"{variant!r} with {group.get('ns_coefficients')!r}."
+            )
         rms, steps = float(group["matched_adamw_rms"]), group["ns_steps"]
         scale: Any = "match_rms_adamw"
         if rms == 0:
@@ -77,8 +88,8 @@ class HyperParallelMuonAdapter(_HyperParallelAdapter):
         return MuonConfig(
             preset="hyperparallel",
             nesterov=bool(group["nesterov"]),
-            ns_steps=len(_coefficients(group)) if group.get("ns_variant", "asym5") != "legacy" else steps,
-            coefficients=_coefficients(group) if group.get("ns_variant", "asym5") != "legacy" else "jordan",
+            ns_steps=steps if variant == "legacy" else len(_coefficients(group)),
+            coefficients="jordan" if variant == "legacy" else _coefficients(group),
             eps=float(group.get("ns_epsilon", _OLD_EPS)),
             scale=scale,
             rms=rms or 0.2,
@@ -91,6 +102,7 @@ class HyperParallelMuonAdapter(_HyperParallelAdapter):
 
     def collect_state(self, optimizer: Optimizer) -> None:
         """See ``Adapter``: of copies of a parameter one has its momentum, which it sends before saving, too."""
+        super().collect_state(optimizer)
         stepped = any(group.get("step") for group in optimizer.param_groups)
         send = getattr(optimizer, "_broadcast_state_fused_for_ckpt", None)
         if stepped and send is not None:
@@ -119,7 +131,11 @@ class HyperParallelAdamWAdapter(_HyperParallelAdapter):
 
     def read_state(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
         """See ``Adapter``."""
-        return state | {"step": float(group.get("step") or 0)} if "exp_avg" in state else state
+        return state | {"step": float(group.get("step") or 0)}
+
+    def state_version(self, group: Group) -> object:
+        """See ``Adapter``."""
+        return group.get("step") or 0
 
     def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
         """See ``Adapter``."""

@@ -41,15 +41,16 @@ class Adapter(Protocol):
     def hyper(self, group: Group) -> dict[str, float | Tensor]:
         """What may change every step: ``lr``, ``weight_decay``, and ``momentum`` (Muon) or ``beta1``, ``beta2``."""
 
-    missing_gradient: Literal["skip", "zero"] = "skip"
-    """What a parameter without a gradient does: nothing, or a step with a gradient of zeros."""
-
     grad_names: tuple[str, ...] = ("grad",)
     """Attributes of a parameter that may hold its gradient, the first that is not None counts."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse what is not in the groups: callbacks, modes. Raises NotImplementedError."""
+        """Refuse what is not in the groups: callbacks, modes. Called before every step. Raises NotImplementedError."""
         return
+
+    def missing_gradient(self, optimizer: Optimizer) -> Literal["skip", "zero"]:
+        """What a parameter without a gradient does: nothing, or a step with a gradient of zeros."""
+        return "skip"
 
     def groups(self, optimizer: Optimizer) -> Sequence[Group]:
         """The groups; one that holds two algorithms' parameters is given as two (``part_of``)."""
@@ -65,8 +66,13 @@ class Adapter(Protocol):
         return entry
 
     def read_state(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state under this library's names, completed by what the optimizer keeps elsewhere."""
+        """A parameter's state under this library's names, completed by what the optimizer keeps elsewhere; of a
+        parameter that has none yet, nothing or ``step`` alone."""
         return state
+
+    def state_version(self, group: Group) -> object:
+        """What of a group ``read_state`` looks at: where somebody else changes it, state is read again."""
+        return None
 
     def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
         """The step is taken out: make a parameter's state, under the optimizer's names, what it can go on from."""
@@ -76,9 +82,19 @@ class Adapter(Protocol):
         """Called once, on every rank, before state is read: give each rank the state that only its owner has."""
         return
 
+    def owners_save_alone(self, optimizer: Optimizer) -> bool:
+        """Whether each rank's checkpoint has its own parameters' state alone, so that state is collected after loading
+        too. Every rank loads then."""
+        return False
+
     def after_step(self, optimizer: Optimizer) -> None:
-        """What the optimizer's own step does besides: count steps in its groups, say."""
+        """What the optimizer's own step does besides: count steps in its groups, say. Also where no parameter has a
+        gradient; not for a step that is skipped (``nonfinite``), so then every step waits to know."""
         return
+
+    def uses_up_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's own step sets ``.grad`` to None."""
+        return False
 
 
 class FamilyAdapter(Adapter):
@@ -111,6 +127,12 @@ class _Completed:
             return getattr(self._adapter, name)
         default = getattr(Adapter, name)
         return MethodType(default, self._adapter) if inspect.isfunction(default) else default
+
+
+def counts_steps(adapter: Adapter) -> bool:
+    """Whether ``after_step`` does anything."""
+    made = adapter._adapter if isinstance(adapter, _Completed) else adapter
+    return getattr(type(made), "after_step", Adapter.after_step) is not Adapter.after_step
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
@@ -154,13 +176,31 @@ def register_adapter(adapter: object) -> None:
     Raises:
         TypeError: A member of the protocol is missing.
     """
+    if isinstance(adapter, type):
+        raise TypeError(f"register_adapter: expected an adapter, got the class {adapter.__name__}; call it.")
     missing = [name for name in _NEEDED if getattr(type(adapter), name, None) is getattr(Adapter, name)]
     missing += [name for name in _NEEDED if not hasattr(adapter, name)]
     if missing:
         raise TypeError(f"register_adapter: expected an adapter with {_NEEDED}, got one without {missing}.")
+    paths = cast(Adapter, adapter).class_paths
+    if isinstance(paths, str) or not all(isinstance(path, str) and "." in path for path in paths):
+        raise TypeError(
+            f"register_adapter: class_paths: expected a tuple of paths such as ('my_package.Muon',), got {paths!r}."
+        )
     complete = adapter if Adapter in type(adapter).__mro__ else _Completed(adapter)
-    for path in cast(Adapter, adapter).class_paths:
+    for path in paths:
         _ADAPTERS[path] = cast(Adapter, complete)
+
+
+# What a subclass may have of its own: it decides nothing about a step.
+_HARMLESS = {"state_dict", "load_state_dict", "zero_grad", "add_param_group", "step"}
+
+
+def _overridden(cls: type, base: type) -> set[str]:
+    """Methods of a class's base that it has in another form."""
+    own = cls.__mro__[: cls.__mro__.index(base)]
+    names = {name for one in own for name in vars(one) if not name.startswith("__")} - _HARMLESS
+    return {name for name in names if callable(getattr(base, name, None)) and not hasattr(Optimizer, name)}
 
 
 def known_optimizers() -> list[str]:
@@ -187,6 +227,12 @@ def find_adapter(optimizer: Optimizer) -> Adapter:
             continue
         if inspect.unwrap(cls.step) is not inspect.unwrap(base.step):
             break
+        changed = sorted(_overridden(cls, base))
+        if changed:
+            raise TypeError(
+                f"compile_step: {class_path(cls)} overrides {', '.join(changed)} of {class_path(base)}, which the "
+                "compiled step would not call. Teach it with muon_compile.register_adapter(adapter)."
+            )
         adapter.check(optimizer)
         return adapter
     known = ", ".join(known_optimizers())

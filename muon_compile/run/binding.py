@@ -76,7 +76,7 @@ class Binding:
         self.skipped: Tensor | None = None
         if self.plan.skip_nonfinite:
             self.skipped = torch.zeros((), dtype=torch.int32, device=self._params[0].device)
-        self.skips_told = 0
+        self.skips_told = self.skips_counted = 0
         self.vanishing = VanishingWatch(plan) if plan.watched_norms() else None
         vanished = None if self.vanishing is None else self.vanishing.counts
         told = [tensor for tensor in (self.agreement, self.skipped, vanished) if tensor is not None]
@@ -91,7 +91,8 @@ class Binding:
         self._presence: list[HostVector] = []
         self._absent: dict[int, Tensor] = {}
         owners = [reading.adapter(i) for i in range(len(reading.params))]
-        self._zero_missing = {i for i, adapter in enumerate(owners) if adapter.missing_gradient == "zero"}
+        zero = [a.missing_gradient(o) == "zero" for o, a in zip(optimizers, reading.adapters, strict=True)]
+        self.zero_missing = {i for i, owner in enumerate(reading.owners) if zero[owner]}
         self._elsewhere = {i: a.grad_names for i, a in enumerate(owners) if tuple(a.grad_names) != ("grad",)}
         self._bucket_of = {i: b for b, bucket in enumerate(plan.buckets) for i in bucket.params}
 
@@ -163,7 +164,7 @@ class Binding:
         grads: list[Tensor | None] = []
         for index, (param, (shape, dtype)) in enumerate(zip(self.reading.params, self._grad_facts, strict=True)):
             grad = param.grad if index not in self._elsewhere else live_gradient(param, self._elsewhere[index])
-            if grad is None and index in self._zero_missing:
+            if grad is None and index in self.zero_missing:
                 grad = self._absent_grad(index)
             if self._sharded and grad is not None and is_distributed(grad):
                 grad = self._local_grad(index, grad)
@@ -257,7 +258,7 @@ class Binding:
         """Go on counting where another binding of the same optimizers left off."""
         if self.skipped is not None and other.skipped is not None:
             self.skipped.copy_(other.skipped)
-            self.skips_told = other.skips_told
+            self.skips_told, self.skips_counted = other.skips_told, other.skips_counted
         if self.vanishing is not None and other.vanishing is not None:
             self.vanishing.told |= other.vanishing.told
 

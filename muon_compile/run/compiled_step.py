@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from muon_compile.adapters import leaves_of
+from muon_compile.adapters.registry import counts_steps
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
 from muon_compile.layout import replicate_group
@@ -58,7 +59,9 @@ class CompiledStep:
         check_compiler: bool = True,
         hardware: Hardware | Literal["auto"] | None = None,
         replicate: ProcessGroup | None = None,
+        chained: bool = False,
     ) -> None:
+        self.chained = chained
         self.optimizers = tuple(optimizers)
         self.config = config
         self.stats = StepStats()
@@ -179,7 +182,9 @@ class CompiledStep:
             binding = self._bind()
             grads = binding.gradients()
         if all(grad is None for grad in grads) and not binding.places:
-            return  # ranks that exchange matrices tell each other, even that they have nothing
+            # Ranks that exchange matrices tell each other, even that they have nothing.
+            self._count(binding, launched=False)
+            return
         run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
         self.stats.recompiles += recompile
         binding.hyper.write(hyper)
@@ -190,6 +195,11 @@ class CompiledStep:
             self.break_off(error)
             raise
         self.end(binding)
+        for optimizer, adapter in zip(self.optimizers, self._adapters, strict=True):
+            if adapter.uses_up_gradients(optimizer):
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        param.grad = None
 
     def begin(self) -> tuple[Binding, list[dict[str, float | Tensor]]]:
         """Check everything but gradients before a step: the binding, and every group's values.
@@ -207,6 +217,8 @@ class CompiledStep:
             self._binding.check_groups()
         self._check_outcome()
         self.stats.host_launches = 0
+        for optimizer, adapter in zip(self.optimizers, self._adapters, strict=True):
+            adapter.check(optimizer)
         groups = live_groups(self.optimizers, self._adapters)
         hyper = read_hyper([adapter.hyper(group) for adapter, group in groups])
         return self._bound(groups), hyper
@@ -220,16 +232,33 @@ class CompiledStep:
     def end(self, binding: Binding) -> None:
         """A step was launched: count it, and look at its outcome where that is to be done at once."""
         binding.tell_autograd()
-        for optimizer, adapter in zip(self.optimizers, self._adapters, strict=True):
-            adapter.after_step(optimizer)
         self.stats.steps += 1
         if binding.probes is not None:
             binding.probes.step = self.stats.steps
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":
             self._check_outcome()
+        self._count(binding)
         if binding.vanishing is not None:
             binding.vanishing.look()
+
+    def _count(self, binding: Binding, *, launched: bool = True) -> None:
+        """Let the optimizers do what their own steps do besides, unless the step was skipped."""
+        counting = [pair for pair in zip(self.optimizers, self._adapters, strict=True) if counts_steps(pair[1])]
+        if not counting:
+            return
+        if binding.skipped is not None:
+            skipped = int(binding.skipped)
+            if skipped > binding.skips_counted:
+                binding.skips_counted = skipped
+                binding.state.read_again()
+                return
+        for optimizer, adapter in counting:
+            adapter.after_step(optimizer)
+        if launched:
+            binding.state.note_versions()
+        else:
+            binding.state.read_again()
 
     def _check_outcome(self) -> None:
         if self._binding is not None:
@@ -271,7 +300,7 @@ class CompiledStep:
             )
         plan, self._hardware = plan_reading(reading, self._wishes)
         binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend), self.config.probes)
-        binding.state.adopt(binding.state.current())
+        binding.state.adopt(self._begun_anew(binding, binding.state.current()))
         binding.state.attach()
         if self._binding is not None and not self.stats.steps:
             binding.state.forget_departed(self._binding.state)  # zeros that nobody has stepped
@@ -280,6 +309,19 @@ class CompiledStep:
             binding.take_counts(self._binding)
         self._binding = binding
         return binding
+
+    def _begun_anew(self, binding: Binding, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The states without those of parameters that another algorithm takes over, unless it has been there before."""
+        if self._binding is None:
+            return states
+        before = self._binding.reading
+        algorithms = {id(p): spec.algorithm for p, spec in zip(before.params, before.specs, strict=True)}
+        found: list[Mapping[str, Any]] = []
+        for index, (param, spec) in enumerate(zip(binding.reading.params, binding.reading.specs, strict=True)):
+            changed = algorithms.get(id(param), spec.algorithm) != spec.algorithm
+            known = any(name in states[index] for name in binding.state.views[index])
+            found.append({} if changed and not known else states[index])
+        return found
 
     def adopt(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Copy per-parameter state in, give the optimizers their views, and forget a failure."""
@@ -374,8 +416,10 @@ def compile_step(
             "optimizer (muon_compile.Muon(..., config=...))."
         )
     replicate = replicate_group(groups or {})
+    given = (optimizer, *more)
+    leaves = [leaf for one in given for leaf in leaves_of(one)]
     step = CompiledStep(
-        [leaf for one in (optimizer, *more) for leaf in leaves_of(one)],
+        leaves,
         backend=backend,
         strategy=strategy,
         ns=ns,
@@ -383,6 +427,7 @@ def compile_step(
         config=config or CompileConfig(),
         hardware=hardware if hardware is None or isinstance(hardware, Hardware) else hardware_named(hardware),
         replicate=replicate,
+        chained=any(not isinstance(one, Optimizer) for one in given),
     )
     step._tell_owners(step)
     if install:

@@ -115,6 +115,11 @@ class Installation:
     # -- one optimizer's step() ---------------------------------------------------------------------------------
 
     def _run(self, index: int, optimizer: Optimizer, closure: Closure | None) -> Any:
+        if closure is not None and self._live.chained:
+            raise ValueError(
+                "A chain gives its closure to every optimizer, and the joint step runs in the first one: expected no "
+                "closure. Evaluate it first, then call step()."
+            )
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
             return self._run_scaled(index, getattr(optimizer, "grad_scale", None), found_inf)

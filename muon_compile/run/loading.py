@@ -150,4 +150,9 @@ class LoadHooks:
         if step is None or binding is None or pending is None:
             return
         current = binding.state.views
+        adapter = find_adapter(optimizer)
+        if adapter.owners_save_alone(optimizer):
+            adapter.collect_state(optimizer)
+            held = binding.state.current()
+            pending = {index: held[index] for index in pending}
         step.adopt([pending.get(i, current[i]) for i in range(len(current))])

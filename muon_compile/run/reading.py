@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from muon_compile.adapters import Adapter, Group, find_adapter
+from muon_compile.build.pure import HYPER_NAMES
 from muon_compile.layout import Meshes, check_overlap, check_tensor, dtype_name
 from muon_compile.run.hyper import check_value
 from muon_compile.spec import MatrixSpec
@@ -64,7 +65,12 @@ def live_gradient(param: Tensor, names: Sequence[str]) -> Tensor | None:
 
 def config_key(adapter: Adapter, group: Mapping[str, Any]) -> tuple[object, ...]:
     """The group's graph-shaping entries, for a cheap comparison every step."""
-    return tuple(group.get(name) for name in (*adapter.config_keys, "strategy"))
+    return tuple(_frozen(group.get(name)) for name in (*adapter.config_keys, "strategy"))
+
+
+def _frozen(value: object) -> object:
+    """A list as it is now."""
+    return tuple(map(_frozen, value)) if type(value) is list else value
 
 
 def name_table(names: Names) -> dict[int, str]:
@@ -137,7 +143,13 @@ def read_optimizers(
     for owner, (groups, adapter) in enumerate(zip(live, adapters, strict=True)):
         for group in groups:
             algorithm, config = adapter.algorithm(group), adapter.config(group)
-            for name, value in adapter.hyper(group).items():
+            hyper = adapter.hyper(group)
+            if set(HYPER_NAMES[algorithm]) - set(hyper):
+                raise ValueError(
+                    f"Group {group_index}: expected {HYPER_NAMES[algorithm]} of {type(adapter).__name__}.hyper for "
+                    f"{algorithm!r}, got {tuple(hyper)}."
+                )
+            for name, value in hyper.items():
                 check_value(group_index, name, value, read_tensor=True)
             given = group.get("param_names")
             for index, param in enumerate(group["params"]):

@@ -19,6 +19,10 @@ from muon_compile.run.reading import Reading, live_groups
 ParamState = Mapping[str, Any]
 
 
+class Begun(dict[str, Any]):
+    """The state of a parameter that has none yet, beside what its optimizer knows of it: zeros but for that."""
+
+
 class StateStore:
     """The state of a plan, bound to the parameters of a reading.
 
@@ -44,6 +48,7 @@ class StateStore:
             for index, spec in enumerate(reading.specs)
         ]
         self._given: list[dict[Any, Any]] = []
+        self._versions: list[object] | None = None
 
     @property
     def inputs(self) -> tuple[tuple[tuple[int, str], Tensor], ...]:
@@ -56,6 +61,8 @@ class StateStore:
 
     def is_attached(self) -> bool:
         """Whether ``optimizer.state`` still holds the very views that were put there."""
+        if self._versions != self._live_versions():
+            return False
         states = [optimizer.state for optimizer in self.optimizers]
         for param, owner, given, views, names in zip(
             self.reading.params, self.reading.owners, self._given, self.views, self._names, strict=True
@@ -69,15 +76,26 @@ class StateStore:
                     return False
         return True
 
+    def _live_versions(self) -> list[object]:
+        return [a.state_version(group) for a, group in live_groups(self.optimizers, self.reading.adapters)]
+
+    def note_versions(self) -> None:
+        """What groups say of state is what the step has."""
+        self._versions = self._live_versions()
+
+    def read_again(self) -> None:
+        """The step and the groups went apart: before the next step state is read anew."""
+        self._versions = None
+
     def their_names(self, index: int) -> set[str]:
         """What the optimizer calls a parameter's state."""
         return {self._names[index].get(name, name) for name in self.views[index]}
 
     def read(self, index: int, group: Group, entry: ParamState) -> ParamState:
         """A parameter's state, as its optimizer has or had it beside a group, under this library's names."""
-        if not entry:
-            return {}
         adapter, names = self.reading.adapter(index), self._names[index]
+        if not entry:
+            return Begun(adapter.read_state(group, {}))
         state = dict(adapter.state_of(dict(entry)))
         for ours, theirs in names.items():
             if theirs in state:
@@ -91,7 +109,7 @@ class StateStore:
             ValueError: A shape differs, or an entry is missing; names the parameter.
         """
         spec = self.reading.specs[index]
-        if not given:
+        if not given or isinstance(given, Begun):
             return
         for name, view in self.views[index].items():
             if name not in given and name in (MASTER, STEPS):
@@ -145,6 +163,7 @@ class StateStore:
     def attach(self) -> None:
         """Give the optimizers the views, keeping entries of theirs that the step does not know."""
         self._given = []
+        self.note_versions()
         for index, (param, owner) in enumerate(zip(self.reading.params, self.reading.owners, strict=True)):
             state, names = self.optimizers[owner].state, self._names[index]
             named = {names.get(name, name): view for name, view in self.views[index].items()}

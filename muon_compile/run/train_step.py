@@ -144,14 +144,15 @@ class TrainStep:
         names, plan = self._names_of(binding), binding.local
         trained = [name for name, p in zip(names, binding.reading.params, strict=True) if p.requires_grad]
         used, written = look(self._loss, trained, args, kwargs)
-        present = [name in used for name in names]
+        present = [name in used or index in binding.zero_missing for index, name in enumerate(names)]
         kind = "masked" if binding.places or not all(present) else "all"
         spec = binding.input_spec(kind)
         hyper = binding.hyper.tensors[0].dtype
         with own_dtypes(self.step.optimizers):
             update = trace_update(plan, spec, fake_inputs(plan, spec, hyper), run_step, binding.places)
         presence = tuple(binding.presence(present)) if kind == "masked" else ()
-        train = self._function(names, [i for i, p in enumerate(present) if p], written, update.graph, settings[:2])
+        own = [i for i, name in enumerate(names) if name in used]
+        train = self._function(names, own, written, update.graph, settings[:2])
         alike = [f"a gradient of {name}" for name in names if name in used] + [f"a new {name}" for name in written]
 
         def compiled(graph: GraphModule) -> None:

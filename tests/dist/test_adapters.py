@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,37 @@ def test_keller_for_several_ranks_is_compiled_in_the_middle(ranks: Ranks, divide
         assert worst <= FLOAT32
         assert owned == (len(MATRICES) // 2 if own_steps else 0), "each rank has half of the momenta before"
         assert (collectives > 0) == divide
+
+
+def keller_loads(rank: int) -> list[float]:
+    """Each rank's own checkpoint into a wrapped one; how far off it is after two more steps, and how far from rank 0."""
+    import muon
+
+    theirs, mine = parameters(*MATRICES), parameters(*MATRICES)
+    stock, ours = (muon.Muon(params, lr=0.05, weight_decay=0.1, momentum=0.9) for params in (theirs, mine))
+    for number in range(3):
+        give(theirs, seed=number)
+        with find.as_float32(True):
+            stock.step()
+    mc.compile_step(ours, backend="aot_eager", config=CONFIG)
+    ours.load_state_dict(copy.deepcopy(stock.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(mine, theirs)
+    for number in (3, 4):
+        give(theirs, mine, seed=number)
+        with find.as_float32(True):
+            stock.step()
+        ours.step()
+    firsts = [p.detach().clone() for p in mine]
+    for p in firsts:
+        dist.broadcast(p, 0)
+    off = [relative_error(a, e) for a, e in zip(mine, theirs, strict=True)]
+    return off + [float((a - e).detach().abs().max()) for a, e in zip(mine, firsts, strict=True)]
+
+
+def test_owners_checkpoints_are_collected_when_they_are_loaded(ranks: Ranks) -> None:
+    for off in ranks.run(keller_loads, timeout=120):
+        assert max(off) <= FLOAT32
 
 
 class OwnersMuon(formulas.HyperParallelMuon):

@@ -512,7 +512,7 @@ def test_what_the_step_cannot_do_is_refused_before_anything_changes() -> None:
         ("momentum", lambda: formulas.HyperParallelMuon(parameters((8, 4)), momentum=(0.9, 0.95))),
         ("caution", lambda: heavy.Muon(parameters((8, 4)), caution=True)),
         ("mars", lambda: heavy.Muon(parameters((8, 4)), mars=True)),
-        ("nesterov=False", lambda: heavy.Muon(parameters((8, 4)), nesterov=False)),
+        ("exp_avg", lambda: heavy.Muon(parameters((8, 4)), nesterov=False)),
         ("transforms", lambda: heavy.Muon(parameters((8, 4)), update_clipping=heavy.utils.l2_clip_)),
     ]
     for word, make in refused:

@@ -121,6 +121,9 @@ def zeropower_via_newtonschulz5(u: Tensor, epsilon: float) -> Tensor:
     return newton_schulz(u, YOU, float(epsilon))
 
 
+polar_express.__module__ = zeropower_via_newtonschulz5.__module__ = "dion.muon"
+
+
 class DionMuon(_Stepping):
     """github.com/microsoft/dion, dion/muon.py, dion/megabatch_base.py, dion/scalar_opts.py: on one rank."""
 
