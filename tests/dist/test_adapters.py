@@ -91,7 +91,7 @@ def test_keller_for_several_ranks_is_compiled_in_the_middle(ranks: Ranks, divide
 
 
 def keller_loads(rank: int) -> list[float]:
-    """Each rank's own checkpoint into a wrapped one; how far off it is after two more steps, and how far from rank 0."""
+    """Each rank's own checkpoint into a wrapped one; how far off two more steps are, and from rank 0."""
     import muon
 
     theirs, mine = parameters(*MATRICES), parameters(*MATRICES)
