@@ -158,9 +158,13 @@ def register_adapter(adapter: object) -> None:
     missing += [name for name in _NEEDED if not hasattr(adapter, name)]
     if missing:
         raise TypeError(f"register_adapter: expected an adapter with {_NEEDED}, got one without {missing}.")
-    complete = adapter if Adapter in type(adapter).__mro__ else _Completed(adapter)
     for path in cast(Adapter, adapter).class_paths:
-        _ADAPTERS[path] = cast(Adapter, complete)
+        _ADAPTERS[path] = complete(adapter)
+
+
+def complete(adapter: object) -> Adapter:
+    """An adapter with all members of the protocol."""
+    return cast(Adapter, adapter if Adapter in type(adapter).__mro__ else _Completed(adapter))
 
 
 def known_optimizers() -> list[str]:
