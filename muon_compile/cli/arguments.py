@@ -218,7 +218,7 @@ with names, momentum and group entries, and what it refuses, is in docs/migrate.
     for flag, dest, words in (("--from", "from_", "whose state it is"), ("--to", "to", "whose it shall be")):
         names = f"{words}: {', '.join(NAMES)}"
         parser.add_argument(flag, dest=dest, choices=NAMES, metavar="NAME", required=True, help=names)
-    text = "where in the file the optimizer's state is, such as optimizer; the rest stays as it is"
+    text = "where in the file the optimizer's state is, such as optimizer or optimizer_states.0; the rest stays"
     parser.add_argument("--key", metavar="KEY", help=text)
     parser.add_argument("--force", action="store_true", help="let OUT be IN")
     _add_json(parser)

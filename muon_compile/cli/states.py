@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def convert_state(args: argparse.Namespace) -> int:
         raise ValueError(f"OUT: expected another file than IN, got {args.output}; name another one, or pass --force.")
     whole = _load(args.input)
     found = converted(_chosen(whole, args), from_=args.from_, to=args.to)
-    _save(args.output, found.state_dict if args.key is None else {**whole, args.key: found.state_dict})
+    _save(args.output, found.state_dict if args.key is None else _replaced(whole, _path(whole, args.key), found))
     print(json.dumps(_figures(found, args), indent=1) if args.json else _words(found, args))
     return 0
 
@@ -47,9 +47,31 @@ def _chosen(whole: Any, args: argparse.Namespace) -> Mapping[str, Any]:
                 f"{args.input}: expected an optimizer's state dict, with 'state' and 'param_groups'{hint}."
             )
         return whole  # type: ignore[no-any-return]
-    if not isinstance(whole, Mapping) or not _is_state(whole.get(args.key)):
+    chosen = whole
+    try:
+        for key in _path(whole, args.key):
+            chosen = chosen[key]
+    except (KeyError, IndexError, TypeError):
+        chosen = None
+    if not _is_state(chosen):
         raise ValueError(f"--key: expected where {args.input} has an optimizer's state dict, got {args.key!r}{hint}.")
-    return whole[args.key]  # type: ignore[no-any-return]
+    return chosen  # type: ignore[no-any-return]
+
+
+def _path(whole: Any, key: str) -> list[str | int]:
+    """A key of the file, or several with dots between them; in a list a number."""
+    if isinstance(whole, Mapping) and key in whole:
+        return [key]
+    return [int(word) if word.isdecimal() else word for word in key.split(".")]
+
+
+def _replaced(whole: Any, path: Sequence[str | int], found: Converted) -> Any:
+    """A copy along the path, with what was converted at its end."""
+    if not path:
+        return found.state_dict
+    held = list(whole) if isinstance(whole, list) else dict(whole)
+    held[path[0]] = _replaced(whole[path[0]], path[1:], found)  # type: ignore[index]
+    return held
 
 
 def _is_state(value: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muon_compile.config import JORDAN, YOU, AdamWConfig, Config, MuonConfig
@@ -60,8 +61,9 @@ class Part:
 
 def same(a: object, b: object) -> bool:
     """Equal, numbers up to rounding; a list is a tuple, and a one-element tensor its number."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        a, b = (x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in (a, b))
+    a, b = (x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in (a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

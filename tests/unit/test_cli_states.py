@@ -81,6 +81,18 @@ def test_the_rest_of_a_checkpoint_stays(folder: Path, capsys: pytest.CaptureFixt
     assert found["optimizer"]["param_groups"][0]["ns_steps"] == 5
 
 
+def test_a_key_may_lead_further_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Lightning has it."""
+    torch.save({"optimizer_states": [{"x": 1}, keller()], "loops": {"fit": 3}}, folder / "lightning.pt")
+    end = ("--from", "keller", "--to", "torch", "--key")
+    output(capsys, "convert-state", "lightning.pt", "out.pt", *end, "optimizer_states.1")
+    found = load(folder / "out.pt")
+    assert found["loops"] == {"fit": 3} and found["optimizer_states"][0] == {"x": 1}
+    assert found["optimizer_states"][1]["param_groups"][0]["ns_steps"] == 5
+    for key in ("optimizer_states.0", "optimizer_states.2", "optimizer_states.x", "loops.fit.3"):
+        assert f"got '{key}'." in refusal(capsys, "convert-state", "lightning.pt", "out.pt", *end, key)
+
+
 def test_a_file_is_not_its_own_result_unless_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "link.pt").symlink_to("in.pt")
     before = (folder / "in.pt").read_bytes()
