@@ -131,7 +131,7 @@ def _read_state(
     if from_ == "heavyball":
         form = next((name for name in entry[0] if "_momentum_" in name), "")
     optimizer = stand_in(group, {}, form)
-    if from_ == "hyperparallel" and "step" in entry:
+    if from_ == "hyperparallel" and "step" in entry and not group.get("step"):  # a compiled step keeps both
         raise ValueError(f"parameter {key!r}: expected state of 'hyperparallel', which counts steps in its groups.")
     state = dict(kind.adapter.state_of(dict(entry)))
     given = sorted(map(str, state))

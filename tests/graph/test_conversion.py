@@ -228,6 +228,19 @@ def test_kellers_training_goes_on_in_torch(compiled: bool) -> None:
             assert relative_error(a - x, e - y) <= FLOAT32
 
 
+@pytest.mark.parametrize("to", ["keller", "moonlight", "dion", "hyperparallel"])
+def test_a_wrapped_optimizer_takes_converted_state(to: str) -> None:
+    from_ = "keller" if to == "moonlight" else "torch"
+    _, before = trained(from_)
+    new, plain = make(to), make(to)
+    mc.compile_step(*new[1], backend="aot_eager", config=mc.CompileConfig(ns_dtype="float32"))
+    for made in (new, plain):
+        load(made[1], mc.convert_state(before, from_=from_, to=to))
+    for a, e in zip(updates(new, 3), updates(plain, 3), strict=True):
+        assert relative_error(a, e) <= FLOAT32
+    assert_momenta(saved(new[1]), to, saved(plain[1]), to)
+
+
 def test_what_is_compiled_of_a_converted_state_is_the_preset() -> None:
     """muon_compile.Muon gets the source's mathematics, whatever its own config was."""
     for preset in ("keller", "moonlight", "dion", "hyperparallel"):
@@ -235,6 +248,18 @@ def test_what_is_compiled_of_a_converted_state_is_the_preset() -> None:
         groups = mc.convert_state(before, from_=preset, to="muon_compile")["param_groups"]
         assert groups[0]["config"]["preset"] == preset
         assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "muon_compile"])
+def test_state_of_a_wrapped_optimizer_is_that_of_the_plain_one(preset: str) -> None:
+    plain, wrapped = make(preset), make(preset)
+    mc.compile_step(*wrapped[1], backend="aot_eager", config=mc.CompileConfig(ns_dtype="float32"))
+    for made in (plain, wrapped):
+        train(made, range(3))
+    found, expected = (mc.convert_state(saved(made[1]), from_=preset, to="muon_compile") for made in (wrapped, plain))
+    assert_same(found["state"], expected["state"], within=FLOAT32)
+    for group, other in zip(found["param_groups"], expected["param_groups"], strict=True):
+        assert group["config"] == other["config"] and group["params"] == other["params"]
 
 
 def test_parameters_may_go_by_name() -> None:

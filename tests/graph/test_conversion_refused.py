@@ -198,6 +198,12 @@ def test_state_that_is_not_whole() -> None:
     del given["state"][3]["exp_avg_sq"]
     with pytest.raises(ValueError, match=r"group 1: parameter 3: expected state of 'keller', with its exp_avg_sq, got"):
         mc.convert_state(given, from_="keller", to="torch")
+    unknown = trained("moonlight", adamw=True)
+    del unknown["state"][1]["use_muon"]
+    with pytest.raises(
+        ValueError, match="group 0: expected a state dict of 'moonlight', whose state has 'use_muon'; 1 has"
+    ):
+        mc.convert_state(unknown, from_="moonlight", to="torch")
     cut = trained("heavyball")
     cut["state"][0][1] = cut["state"][0][0]
     with pytest.raises(ValueError, match="parameter 0: expected state of whole parameters"):
