@@ -127,6 +127,27 @@ def flat(entry: Dict) -> Dict:
     return inner
 
 
+@pytest.mark.parametrize(
+    ("from_", "to", "entry", "value"),
+    [
+        ("moonlight", "torch", "adjust_lr_fn", "match_rms_adamw"),
+        ("moonlight", "dion", "adjust_lr", "rms_norm"),
+        ("moonlight", "hyperparallel", "matched_adamw_rms", 0.2),
+        ("hyperparallel", "torch", "adjust_lr_fn", "match_rms_adamw"),
+        ("keller", "torch", "adjust_lr_fn", None),
+        ("keller", "dion", "adjust_lr", "spectral_norm"),
+        ("keller", "hyperparallel", "ns_variant", "legacy"),
+        ("hyperparallel", "torch", "eps", 1e-10),
+        ("dion", "torch", "eps", 1e-8 / 1.02),
+        ("torch", "dion", "epsilon", 1.02e-7),
+    ],
+)
+def test_of_a_classs_own_the_other_gets_what_it_can_represent(from_: str, to: str, entry: str, value: Any) -> None:
+    _, before = trained(from_)
+    found = mc.convert_state(before, from_=from_, to=to)["param_groups"][0][entry]
+    assert found == (pytest.approx(value, rel=1e-12, abs=0) if isinstance(value, float) else value)
+
+
 # -- trainings go on --------------------------------------------------------------------------------------------------
 
 

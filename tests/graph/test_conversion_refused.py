@@ -33,7 +33,7 @@ def trained(preset: str, *, adamw: bool = False, group: int = 0, **entries: Any)
 
 
 @pytest.mark.parametrize("adamw", [False, True])
-@pytest.mark.parametrize(("preset", "from_"), itertools.permutations(PRESETS, 2))
+@pytest.mark.parametrize(("preset", "from_"), list(itertools.permutations(PRESETS, 2)))
 def test_a_state_dict_of_another_is_refused(preset: str, from_: str, adamw: bool) -> None:
     words = rf"^convert_state: group \d: .*expected .*'{from_}'"
     to = "keller" if from_ != "keller" else "torch"

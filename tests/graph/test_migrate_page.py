@@ -338,7 +338,10 @@ def test_scales_are_those_of_the_page(row: list[str]) -> None:
         assert formula(text, m, n) == pytest.approx(scale(name, m, n))
 
 
-@pytest.mark.parametrize("row", table("| from | to | lr' / lr | one factor for |"))
+RATES = "| from | to | lr' / lr | one factor for |"
+
+
+@pytest.mark.parametrize("row", table(RATES))
 def test_rates_give_the_same_updates(row: list[str]) -> None:
     (old,), (new,) = code(row[0]), code(row[1])
     factors = {}
@@ -370,7 +373,8 @@ def test_rates_and_decay_between_keller_and_torch() -> None:
     import muon
 
     theirs, ours = parameters((24, 64), (24, 64)), parameters((24, 64), (24, 64))
-    rate = 0.02 * formula("5 / sqrt(n)", 24, 64)
+    (row,) = [row for row in table(RATES) if code(row[0] + row[1]) == ["original", "match_rms_adamw"]]
+    rate = 0.02 * formula(code(row[2])[-1], 24, 64)
     old = muon.SingleDeviceMuon(theirs, lr=0.02, weight_decay=0.1)
     new = torch.optim.Muon(ours, lr=rate, weight_decay=0.1 * 0.02 / rate, adjust_lr_fn="match_rms_adamw")
     start = values(ours)
