@@ -1,12 +1,11 @@
 """Other libraries' optimizers, compiled, against themselves: 20 steps of both with the same gradients.
 
-Parameters are set to zero before a step, so that what they hold afterwards is the update itself. Each side keeps its own
-state through all steps.
+Parameters are set to zero before a step, so that what they hold afterwards is the update itself. Each side keeps its
+own state through all steps.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import muon_compile as mc
-from tests.graph.twins import assert_equal, give, parameters, values
+from tests.graph.twins import give, parameters, values
 from tests.originals import find, formulas
 from tests.reference import relative_error
 

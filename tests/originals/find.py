@@ -1,8 +1,8 @@
 """Where a test's original comes from.
 
-KellerJordan's and HeavyBall's optimizers are packages, installed with the development tools. Moonlight's is a script and
-dion is on no registry: their formulas stand in for them, unless ``MUON_COMPILE_ORIGINALS`` names a folder that holds
-``toy_train.py`` (github.com/MoonshotAI/Moonlight, examples/) and ``dion/`` (github.com/microsoft/dion).
+KellerJordan's and HeavyBall's optimizers are packages, installed with the development tools. Moonlight's is a script
+and dion is on no registry: their formulas stand in for them, unless ``MUON_COMPILE_ORIGINALS`` names a folder that
+holds ``toy_train.py`` (github.com/MoonshotAI/Moonlight, examples/) and ``dion/`` (github.com/microsoft/dion).
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def as_float32(active: bool) -> Iterator[None]:
         if not active:
             yield
             return
-        with mock.patch.object(torch, "bfloat16", torch.float32):
-            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
-                yield
+        tensors = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
+        with mock.patch.object(torch, "bfloat16", torch.float32), tensors:
+            yield
