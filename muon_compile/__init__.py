@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from muon_compile.build.pure import build_step, init_state
     from muon_compile.build.symmetric import register_symmetric_kernel
     from muon_compile.config import AdamWConfig, CompileConfig, LionConfig, MuonConfig
+    from muon_compile.conversion.convert import convert_state
     from muon_compile.layout import inspect_params
     from muon_compile.lower.compiled import CompileError
     from muon_compile.optim import Muon
@@ -50,6 +51,7 @@ _HOMES = {
     "build_step": "build.pure",
     "compile_step": "run.compiled_step",
     "compile_train_step": "run.train_step",
+    "convert_state": "conversion.convert",
     "init_state": "build.pure",
     "inspect_params": "layout",
     "make_plan": "plan.planner",
@@ -82,6 +84,7 @@ __all__ = [
     "build_step",
     "compile_step",
     "compile_train_step",
+    "convert_state",
     "init_state",
     "inspect_params",
     "make_plan",

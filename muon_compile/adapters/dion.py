@@ -25,7 +25,7 @@ _POLAR: tuple[Triple, ...] = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-_MARGIN = 1.02
+MARGIN = 1.02
 _ORTHOGONALIZERS = {
     "polar_express": "polar_express",
     "polar_express_triton": "polar_express",
@@ -90,8 +90,8 @@ class DionMuonAdapter(FamilyAdapter):
             preset="dion",
             nesterov=bool(group["nesterov"]),
             # X / (1.02 norm + eps), and the polynomial of it, is X / (norm + eps / 1.02) and a polynomial of that.
-            coefficients=((a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5), *others) if polar else "you",
-            eps=eps / _MARGIN if polar else eps,
+            coefficients=((a / MARGIN, b / MARGIN**3, c / MARGIN**5), *others) if polar else "you",
+            eps=eps / MARGIN if polar else eps,
             scale=_SCALES[group["adjust_lr"]],
             flatten=bool(group["flatten"]),
             num_heads=None if heads == 1 else heads,

@@ -187,9 +187,13 @@ def register_adapter(adapter: object) -> None:
         raise TypeError(
             f"register_adapter: class_paths: expected a tuple of paths such as ('my_package.Muon',), got {paths!r}."
         )
-    complete = adapter if Adapter in type(adapter).__mro__ else _Completed(adapter)
     for path in paths:
-        _ADAPTERS[path] = cast(Adapter, complete)
+        _ADAPTERS[path] = complete(adapter)
+
+
+def complete(adapter: object) -> Adapter:
+    """An adapter with all members of the protocol."""
+    return cast(Adapter, adapter if Adapter in type(adapter).__mro__ else _Completed(adapter))
 
 
 # What a subclass may have of its own: it decides nothing about a step.

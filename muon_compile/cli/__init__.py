@@ -18,6 +18,7 @@ _COMMANDS = {
     "report": ("pages", "report"),
     "calibrate": ("measures", "calibrate"),
     "verify": ("measures", "verify"),
+    "convert-state": ("states", "convert_state"),
     "doctor": ("doctor", "doctor"),
     "completion": ("completion", "completion"),
 }

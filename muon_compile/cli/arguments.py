@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muon_compile import __version__
+from muon_compile.conversion import NAMES
 from muon_compile.spec import MeshSpec
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ EXAMPLES = {
     "verify": """
   muon-compile verify --backends aot_eager --dtype float32 --out verified.json
   torchrun --standalone --nproc-per-node 4 -m muon_compile verify --ranks-axes 2x2 --dtype bfloat16""",
+    "convert-state": """
+  muon-compile convert-state keller.pt torch.pt --from keller --to torch
+  muon-compile convert-state checkpoint.pt new.pt --from dion --to muon_compile --key optimizer""",
     "doctor": """
   muon-compile doctor
   muon-compile doctor --json""",
@@ -92,6 +96,7 @@ def make_parser(
         "report": _report,
         "calibrate": _calibrate,
         "verify": _verify,
+        "convert-state": _convert_state,
         "doctor": _doctor,
         "completion": _completion,
     }
@@ -200,6 +205,23 @@ def _verify(commands: _Commands) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the gradients (default: 0)")
     _add_json(parser)
     parser.add_argument("--out", type=Path, metavar="PATH", help="also write the report there, as JSON")
+    return parser
+
+
+def _convert_state(commands: _Commands) -> argparse.ArgumentParser:
+    notes = """Reads IN with torch.load(weights_only=True), onto the CPU, and writes OUT once it is whole. What it does
+with names, momentum and group entries, and what it refuses, is in docs/migrate.md; learning rates are not changed."""
+    text = "make the optimizer's state in a checkpoint that of another library's optimizer"
+    parser = _command(commands, "convert-state", text, notes)
+    parser.add_argument("input", type=Path, metavar="IN", help="a file from torch.save")
+    parser.add_argument("output", type=Path, metavar="OUT", help="where to; folders are made if need be")
+    for flag, dest, words in (("--from", "from_", "whose state it is"), ("--to", "to", "whose it shall be")):
+        names = f"{words}: {', '.join(NAMES)}"
+        parser.add_argument(flag, dest=dest, choices=NAMES, metavar="NAME", required=True, help=names)
+    text = "where in the file the optimizer's state is, such as optimizer or optimizer_states.0; the rest stays"
+    parser.add_argument("--key", metavar="KEY", help=text)
+    parser.add_argument("--force", action="store_true", help="let OUT be IN")
+    _add_json(parser)
     return parser
 
 

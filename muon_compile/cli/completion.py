@@ -64,5 +64,5 @@ def _complete(action: argparse.Action, command: str) -> None:
         action.choices = (*MODELS, "diff") if command == "plan" else tuple(MODELS)
     elif (command, flag) == ("dump", "--out"):
         action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif flag in ("--save", "--out", "--png", "--trace") or action.dest in ("a", "b"):
+    elif flag in ("--save", "--out", "--png", "--trace") or action.dest in ("a", "b", "input", "output"):
         action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -33,6 +33,9 @@ CASES = {
     "report m": FILES,
     "report mine.json mo": ["more.json"],
     "verify --backends t": ["torchair"],
+    "convert-state m": FILES,
+    "convert-state mine.json mo": ["more.json"],
+    "convert-state mine.json more.json --to t": ["torch"],
     "completion ": list(SHELLS),
 }
 

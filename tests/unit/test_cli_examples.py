@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import muon_compile as mc
 from muon_compile import cli
@@ -38,6 +39,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         mesh = mc.MeshSpec(axes=(("shard", ranks),))
         plan = mc.make_plan(mc.model_specs("gpt2", mesh=mesh), mesh=mesh)
         (tmp_path / f"{name}.json").write_text(plan.to_json(), encoding="utf-8")
+    state = {"state": {}, "param_groups": [{"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "params": [0]}]}
+    torch.save(state, tmp_path / "keller.pt")
+    ours = mc.convert_state(state, from_="keller", to="dion")
+    torch.save({"model": {}, "optimizer": ours}, tmp_path / "checkpoint.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
@@ -72,9 +77,9 @@ def test_the_examples_of_help_work(command: str, folder: Path) -> None:
 def test_the_commands_of_the_page_work(block: int, folder: Path) -> None:
     for line in BLOCKS[block].splitlines():
         run(line)
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_the_page_names_every_command() -> None:
-    rows = re.findall(r"^\| `([a-z ]+)", PAGE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z][a-z -]*[a-z])", PAGE, flags=re.MULTILINE)
     assert [row.strip().removesuffix(" bash") for row in rows] == list(EXAMPLES)
