@@ -66,12 +66,17 @@ class Format:
 
 def stand_in(group: Mapping[str, Any], flags: Mapping[Tensor, Entries], form: str = "") -> Any:
     """An optimizer, as far as adapters look at one."""
+    average = "nesterov_ema"
+    if group.get("heavyball_momentum") or group.get("nesterov") is False:
+        plain = "heavyball_momentum" if group.get("heavyball_momentum") else "exp_avg"
+        average = "nesterov_momentum" if group.get("heavyball_momentum") and group.get("nesterov") else plain
     return SimpleNamespace(
         param_groups=[group],
         state=flags,
-        _newton_schulz_func=SimpleNamespace(__name__="polar_express"),  # not in a state dict: the class's default
+        # Not in a state dict: dion's default, and what heavyball makes of its arguments.
+        _newton_schulz_func=SimpleNamespace(__name__="polar_express", __module__="dion.polar_express"),
+        fns=[SimpleNamespace(fn_name=average), SimpleNamespace(fn_name="orthogonalize_update")],
         _find_val_name=lambda name: form,
-        _transform_ids=(0, 1, 2),
     )
 
 

@@ -116,6 +116,7 @@ def write_state(part: Part, entries: Entries, config: Config, to: str, factor: f
         if new:
             adapter.write_state(optimizer, group, new)
         if new and to == "heavyball":
+            new["is_initialized"] = {0, 1, 2}  # its transforms
             if "step_count" in entries and not written:
                 new["step"] = entries["step_count"]
             new = {0: new}  # type: ignore[dict-item]
