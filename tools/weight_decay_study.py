@@ -39,7 +39,7 @@ import train_moe
 from moe.decoder import MoeConfig
 
 DECAYS, ADAMW_DECAYS = (0.0, 0.01, 0.05, 0.1, 0.3), (0.0, 0.1)
-RATES = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.001, 0.002, 0.004, 0.008)}
+RATES = {"muon": (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04), "adamw": (0.001, 0.002, 0.004, 0.008)}
 SEEDS = (0, 1, 2)
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
