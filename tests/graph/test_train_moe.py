@@ -140,6 +140,15 @@ def test_it_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert float(whole[-1]["loss"]) < float(whole[0]["loss"])
 
 
+def test_tensorboard_has_every_step(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path, "--steps", "3")
+    board = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    logged = [event.value for event in board.Scalars("loss")]
+    assert logged == pytest.approx([float(row["loss"]) for row in rows(tmp_path)], rel=1e-6)
+    assert {"seconds", "optimizer_seconds", "tokens_per_second", "mfu", "memory_mb"} <= set(board.Tags()["scalars"])
+
+
 @pytest.mark.parametrize("words", [("--dtype", "bfloat16", "--master-weights"), ("--optimizer", "naive")], ids=str)
 def test_other_ways_to_train(words: tuple[str, ...], tmp_path: Path) -> None:
     train(tmp_path, "--steps", "3", *words)
