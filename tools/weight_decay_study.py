@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -337,7 +338,68 @@ def draw(steps: int, folder: Path) -> list[Path]:
             axes.plot(at, mean, ":", color="0.2", linewidth=1.6, label="float32, 2 ranks")
         finish(axes, figure.replace("/all", ""))
     made.append(save(canvas, folder / "precision.png"))
+    made.append(draw_layers(alone, folder))
     return made
+
+
+def draw_layers(runs: Sequence[Run], folder: Path) -> Path:
+    """Weights and activations by layer, without decay and with."""
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(10, 7), layout="constrained")
+    grid = canvas.subplots(2, 2, sharex=True, sharey="row")
+    for column, decay in enumerate((0.0, PRECISION_DECAY)):
+        own = [r for r in runs if (r.optimizer, r.decay, r.precision) == ("muon", decay, "float32")]
+        found = [values for run in own[:1] if (values := read(run, folder)) is not None]
+        for row, what in enumerate(("weight RMS", "activation RMS")):
+            names = [name for values in found for name in values if name.startswith(f"{what}/block")]
+            axes = grid[row][column]
+            for name in names:
+                at, mean, low, high = band(own, folder, name)
+                (line,) = axes.plot(at, mean, linewidth=1.4, label=name.split("/")[1])
+                axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.set_yscale("log")
+            axes.set_title(f"Muon, decay {decay:g}")
+            finish(axes, what)
+    return save(canvas, folder / "layers.png")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def summary(steps: int, folder: Path) -> Table:
+    """Ends of the long runs: means, and least to most over the seeds that are there."""
+    columns = ("held-out loss", "training loss", "weight RMS: a third", "end", "activation RMS, last block", "lost")
+    table = Table("run", "lr", "seeds", *columns)
+    kinds_of = dict.fromkeys(replace(run, seed=0) for run in long_runs(steps, folder))
+    for kind in kinds_of:
+        own = [replace(kind, seed=seed) for seed in SEEDS]
+        found = [values for run in own if (values := read(run, folder)) is not None]
+        if not found:
+            continue
+        name = f"{'Muon' if kind.optimizer == 'muon' else 'AdamW'}, decay {kind.decay:g}"
+        name += f", {kind.precision}" if kind.precision != "float32" else ""
+        name += f", {kind.ranks} ranks" if kind.ranks > 1 else ""
+        third = len(found[0]["loss"]) // 3
+        ends = [
+            spread([values[figure][at][1] for values in found])
+            for figure, at in (
+                ("held-out loss", -1),
+                ("loss", -1),
+                ("weight RMS/all", third - 1),
+                ("weight RMS/all", -1),
+                ("activation RMS/block 2", -1),
+                ("below half a bf16 step", -1),
+            )
+        ]
+        table.add_row(name, f"{kind.rate:g}", str(len(found)), *ends)
+    return table
+
+
+def spread(values: Sequence[float]) -> str:
+    """``mean (least to most)``, in three or four digits."""
+    mean = f"{statistics.fmean(values):.4g}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.4g} to {max(values):.4g})"
 
 
 def finish(axes: Any, label: str) -> None:
@@ -374,6 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make(lambda: sweep(arguments.steps), "sweep", arguments)
         make(lambda: long_runs(arguments.steps, arguments.out), "runs", arguments)
     if arguments.only != "runs":
+        Console(width=200).print(summary(arguments.steps, arguments.out))
         for path in draw(arguments.steps, arguments.out):
             print(path)
     return 0
