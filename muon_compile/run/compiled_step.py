@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from muon_compile.adapters import leaves_of
-from muon_compile.adapters.registry import counts_steps
 from muon_compile.config import CompileConfig
 from muon_compile.kernels import cpu
 from muon_compile.layout import replicate_group
@@ -24,6 +23,7 @@ from muon_compile.plan.plan import Plan
 from muon_compile.run.artifacts import measure, write_artifacts
 from muon_compile.run.autocast import own_dtypes
 from muon_compile.run.binding import Binding, Replan
+from muon_compile.run.counting import count_step, use_up_gradients
 from muon_compile.run.hyper import read_hyper
 from muon_compile.run.install import Installation
 from muon_compile.run.loading import LoadHooks
@@ -183,7 +183,7 @@ class CompiledStep:
             grads = binding.gradients()
         if all(grad is None for grad in grads) and not binding.places:
             # Ranks that exchange matrices tell each other, even that they have nothing.
-            self._count(binding, launched=False)
+            count_step(self.optimizers, binding, launched=False)
             return
         run, recompile = binding.prepare(grads, self._backend, self.config, self.stats)
         self.stats.recompiles += recompile
@@ -195,11 +195,7 @@ class CompiledStep:
             self.break_off(error)
             raise
         self.end(binding)
-        for optimizer, adapter in zip(self.optimizers, self._adapters, strict=True):
-            if adapter.uses_up_gradients(optimizer):
-                for group in optimizer.param_groups:
-                    for param in group["params"]:
-                        param.grad = None
+        use_up_gradients(self.optimizers, binding)
 
     def begin(self) -> tuple[Binding, list[dict[str, float | Tensor]]]:
         """Check everything but gradients before a step: the binding, and every group's values.
@@ -238,27 +234,9 @@ class CompiledStep:
         self.stats.scratch_bytes = cpu.scratch_held() if binding.plan.native else 0
         if self.config.check == "sync":
             self._check_outcome()
-        self._count(binding)
+        count_step(self.optimizers, binding)
         if binding.vanishing is not None:
             binding.vanishing.look()
-
-    def _count(self, binding: Binding, *, launched: bool = True) -> None:
-        """Let the optimizers do what their own steps do besides, unless the step was skipped."""
-        counting = [pair for pair in zip(self.optimizers, self._adapters, strict=True) if counts_steps(pair[1])]
-        if not counting:
-            return
-        if binding.skipped is not None:
-            skipped = int(binding.skipped)
-            if skipped > binding.skips_counted:
-                binding.skips_counted = skipped
-                binding.state.read_again()
-                return
-        for optimizer, adapter in counting:
-            adapter.after_step(optimizer)
-        if launched:
-            binding.state.note_versions()
-        else:
-            binding.state.read_again()
 
     def _check_outcome(self) -> None:
         if self._binding is not None:
@@ -300,7 +278,8 @@ class CompiledStep:
             )
         plan, self._hardware = plan_reading(reading, self._wishes)
         binding = Binding(plan, reading, self.optimizers, hyper_dtype(self._backend), self.config.probes)
-        binding.state.adopt(self._begun_anew(binding, binding.state.current()))
+        before = None if self._binding is None else self._binding.state
+        binding.state.adopt(binding.state.begun_anew(before))
         binding.state.attach()
         if self._binding is not None and not self.stats.steps:
             binding.state.forget_departed(self._binding.state)  # zeros that nobody has stepped
@@ -309,19 +288,6 @@ class CompiledStep:
             binding.take_counts(self._binding)
         self._binding = binding
         return binding
-
-    def _begun_anew(self, binding: Binding, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The states without those of parameters that another algorithm takes over, unless it has been there before."""
-        if self._binding is None:
-            return states
-        before = self._binding.reading
-        algorithms = {id(p): spec.algorithm for p, spec in zip(before.params, before.specs, strict=True)}
-        found: list[Mapping[str, Any]] = []
-        for index, (param, spec) in enumerate(zip(binding.reading.params, binding.reading.specs, strict=True)):
-            changed = algorithms.get(id(param), spec.algorithm) != spec.algorithm
-            known = any(name in states[index] for name in binding.state.views[index])
-            found.append({} if changed and not known else states[index])
-        return found
 
     def adopt(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Copy per-parameter state in, give the optimizers their views, and forget a failure."""

@@ -160,6 +160,19 @@ class StateStore:
             found.append(self.read(index, groups[self.reading.specs[index].group], entry))
         return found
 
+    def begun_anew(self, before: StateStore | None) -> list[ParamState]:
+        """``current``, without the states of parameters that another algorithm takes over, unless it was there once."""
+        states = self.current()
+        if before is None:
+            return states
+        old = before.reading
+        algorithms = {id(p): spec.algorithm for p, spec in zip(old.params, old.specs, strict=True)}
+        for index, (param, spec) in enumerate(zip(self.reading.params, self.reading.specs, strict=True)):
+            changed = algorithms.get(id(param), spec.algorithm) != spec.algorithm
+            if changed and not any(name in states[index] for name in self.views[index]):
+                states[index] = {}
+        return states
+
     def attach(self) -> None:
         """Give the optimizers the views, keeping entries of theirs that the step does not know."""
         self._given = []
