@@ -216,7 +216,8 @@ def misfit(value: object, local: Tensor, param: Tensor, view: Tensor) -> str | N
         whole = tuple(param.shape)
         return None if shape == whole else f"expected shape {whole}, got {shape}"
     if not is_foreign(param) or local.shape != local_tensor(param).shape:
-        return None if shape == tuple(view.shape) else f"expected shape {tuple(view.shape)}, got {shape}"
+        words = f"expected shape {tuple(view.shape)}, got {shape}; are the parameters in the saved optimizer's order?"
+        return None if shape == tuple(view.shape) else words
     either = (tuple(param.shape), tuple(local.shape))
     return None if shape in either else f"expected shape {either[0]} or this rank's {either[1]}, got {shape}"
 

@@ -166,7 +166,7 @@ def check_tensor(name: str, tensor: object, algorithm: str) -> None:
     if algorithm == "muon" and tensor.dim() < 2:
         raise ValueError(
             f"Parameter {name!r}: Muon takes matrices (2-D) or stacks of them, got shape {tuple(tensor.shape)}. "
-            "Give it to AdamW, as muon_compile.route(model) does."
+            "Put it into an AdamW group or optimizer, as muon_compile.route(model) does."
         )
     if not tensor.is_contiguous():
         raise ValueError(

@@ -169,7 +169,7 @@ class MatrixSpec:
         if self.algorithm == "muon" and len(self.shape) < 2:
             raise ValueError(
                 f"Parameter {self.name!r}: Muon takes matrices (2-D) or stacks of them, got shape {self.shape}. "
-                "Give it to AdamW, as muon_compile.route(model) does."
+                "Put it into an AdamW group or optimizer, as muon_compile.route(model) does."
             )
         if self.algorithm != "muon" and self.strategy is not None:
             raise ValueError(

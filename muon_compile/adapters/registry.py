@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -19,9 +20,10 @@ Group = Mapping[str, Any]
 class Adapter(Protocol):
     """How an optimizer is read: what its parameter groups mean, and what it calls its state.
 
-    The first five members are needed; the others have defaults that fit an optimizer which keeps its state as torch's
-    do. Inherit from this class or not, as you like. Methods take a live ``param_groups`` entry and are called every
-    step, so that schedulers go on working.
+    ``class_paths``, ``config_keys``, ``algorithm``, ``config`` and ``hyper`` are needed; the others have defaults that
+    fit an optimizer which keeps its state as torch's do. Inherit from this class or not, as you like. Methods take a
+    live ``param_groups`` entry and are called every step, so that schedulers go on working. An optimizer that counts
+    AdamW's steps in its groups needs ``read_state``, ``state_version`` and ``after_step``.
     """
 
     @property
@@ -36,7 +38,8 @@ class Adapter(Protocol):
         """``"muon"``, ``"adamw"`` or ``"lion"``."""
 
     def config(self, group: Group) -> Config:
-        """The group's mathematics. Raises ValueError or NotImplementedError for what the step cannot do."""
+        """The group's mathematics: a ``MuonConfig``, ``AdamWConfig`` or ``LionConfig``. Raises ValueError or
+        NotImplementedError for what the step cannot do."""
 
     def hyper(self, group: Group) -> dict[str, float | Tensor]:
         """What may change every step: ``lr``, ``weight_decay``, and ``momentum`` (Muon) or ``beta1``, ``beta2``."""
@@ -75,7 +78,8 @@ class Adapter(Protocol):
         return None
 
     def write_state(self, optimizer: Optimizer, group: Group, state: dict[str, Any]) -> None:
-        """The step is taken out: make a parameter's state, under the optimizer's names, what it can go on from."""
+        """The step is taken out: make a parameter's state, under the optimizer's names and in place, what it can go on
+        from."""
         return
 
     def collect_state(self, optimizer: Optimizer) -> None:
@@ -239,8 +243,20 @@ def find_adapter(optimizer: Optimizer) -> Adapter:
             )
         adapter.check(optimizer)
         return adapter
-    known = ", ".join(known_optimizers())
-    raise TypeError(
-        f"compile_step: no adapter knows {class_path(cls)}, or it overrides step(). Known: {known}. "
-        "Teach it with muon_compile.register_adapter(adapter)."
+    raise TypeError(f"compile_step: {_unknown(cls)}")
+
+
+def _unknown(cls: type) -> str:
+    """Why no adapter stands for a class, and what to do."""
+    path, paths = class_path(cls), known_optimizers()
+    bases = [class_path(base) for base in cls.__mro__[1:] if class_path(base) in _ADAPTERS]
+    if bases:
+        why = f"{path} overrides step() of {bases[0]}, which the compiled step would not call."
+    else:
+        near = difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
+        why = f"no adapter knows {path}" + (f"; {near[0]} is known." if near else ".")
+    return (
+        f"{why} A copy of a known optimizer is registered by its path, "
+        f'muon_compile.register_adapter(muon_compile.adapters.KellerAdapter("{path}")) for one; another one by an '
+        f"adapter of its own (docs/migrate.md). Known: {', '.join(paths)}."
     )

@@ -25,7 +25,7 @@ from muon_compile.run.autocast import own_dtypes
 from muon_compile.run.binding import Binding, Replan
 from muon_compile.run.counting import count_step, use_up_gradients
 from muon_compile.run.hyper import read_hyper
-from muon_compile.run.install import Installation
+from muon_compile.run.install import Installation, installed_on
 from muon_compile.run.loading import LoadHooks
 from muon_compile.run.memory import keep_temporaries
 from muon_compile.run.outcome import check_agreement, check_skips
@@ -346,6 +346,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the whole step of an optimizer into one graph, which ``optimizer.step()`` then runs with one call.
 
+    An optimizer that is wrapped already is taken out of its old step first.
+
     Args:
         optimizer: ``torch.optim.Muon``, ``torch.optim.AdamW``, ``muon_compile.Muon``, one of another library that an
             adapter knows (docs/migrate.md), or a chain of those (HyperParallel's ``ChainedOptimizer``).
@@ -384,6 +386,8 @@ def compile_step(
     replicate = replicate_group(groups or {})
     given = (optimizer, *more)
     leaves = [leaf for one in given for leaf in leaves_of(one)]
+    find_adapters(leaves)
+    replaced = installed_on(leaves) if install else []
     step = CompiledStep(
         leaves,
         backend=backend,
@@ -395,6 +399,8 @@ def compile_step(
         replicate=replicate,
         chained=any(not isinstance(one, Optimizer) for one in given),
     )
+    for other in replaced:
+        other.uninstall()
     step._tell_owners(step)
     if install:
         step.install()

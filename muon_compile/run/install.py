@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,7 @@ class Installation:
 
         hooked = Optimizer.profile_hook_step(body)
         step.hooked = True  # type: ignore[attr-defined]
+        step.installation = installation  # type: ignore[attr-defined]
         if scheduled:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it sets _opt_called itself
         return step
@@ -169,6 +170,28 @@ class Installation:
                 if scale is not None:
                     _unscale(self._live.optimizers[which], scale)
         self._live.run(None)
+
+
+def installed_on(optimizers: Sequence[Optimizer]) -> list[CompiledStep]:
+    """The compiled steps that these optimizers' ``step`` reach, to be taken out for another one.
+
+    Raises:
+        ValueError: One is of several optimizers, not all of which are given: the others would be left with half of it.
+    """
+    found: list[CompiledStep] = []
+    for optimizer in optimizers:
+        method = getattr(optimizer.__dict__.get("step"), "__func__", None)
+        installation = getattr(method, "installation", None)
+        if installation is None or not installation.active or installation._live in found:
+            continue
+        step = installation._live
+        if any(all(other is not one for one in optimizers) for other in step.optimizers):
+            raise ValueError(
+                "compile_step: an optimizer is wrapped already, together with one that is not given; expected both, or "
+                "uninstall() of that step first."
+            )
+        found.append(step)
+    return found
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:

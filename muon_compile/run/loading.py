@@ -9,6 +9,7 @@ from weakref import ref
 from torch.optim import Optimizer
 
 from muon_compile.adapters import Adapter, find_adapter
+from muon_compile.adapters.registry import class_path
 from muon_compile.distributed import is_foreign
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def check_groups(optimizer: Optimizer, adapter: Adapter, saved: Sequence[Group])
     Raises:
         ValueError: An entry is missing, the algorithm is another, or names differ.
     """
-    kind = type(optimizer).__name__
+    kind = class_path(type(optimizer))
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         try:
             algorithm = _read(adapter, group)
@@ -37,12 +38,20 @@ def check_groups(optimizer: Optimizer, adapter: Adapter, saved: Sequence[Group])
             except KeyError as error:
                 raise ValueError(
                     f"load_state_dict: group {index}: expected a state dict of {kind}, whose groups have {error}, got "
-                    f"one with {sorted(k for k in group if k != 'params')}; nothing has changed."
+                    f"one with {sorted(k for k in group if k != 'params')}; nothing has changed. Of another library's "
+                    "optimizer? See muon_compile.convert_state."
                 ) from error
         if algorithm != adapter.algorithm(live):
             raise ValueError(
                 f"load_state_dict: group {index}: expected algorithm {adapter.algorithm(live)!r}, got {algorithm!r}; "
                 "nothing has changed."
+            )
+        alien = [name for name in adapter.config_keys if name in group and name not in live]
+        if alien and adapter.config(group) != adapter.config({k: v for k, v in group.items() if k not in alien}):
+            raise ValueError(
+                f"load_state_dict: group {index}: expected a state dict of {kind}, whose groups have no {alien}, got "
+                f"{[group[name] for name in alien]} for them; nothing has changed. Of another library's optimizer? See "
+                "muon_compile.convert_state."
             )
         _check_names(index, group, live)
 

@@ -142,8 +142,14 @@ def read_optimizers(
             alike.setdefault(param.dtype, set()).add(seen_dtypes[id(param)])
     for owner, (groups, adapter) in enumerate(zip(live, adapters, strict=True)):
         for group in groups:
-            algorithm, config = adapter.algorithm(group), adapter.config(group)
-            hyper = adapter.hyper(group)
+            try:
+                algorithm, config, hyper = adapter.algorithm(group), adapter.config(group), adapter.hyper(group)
+            except KeyError as error:
+                raise ValueError(
+                    f"Group {group_index}: expected entries as {type(adapter).__name__} reads them, got none called "
+                    f"{error} among {sorted(k for k in group if k != 'params')}. Was a state dict of another library's "
+                    "optimizer loaded? muon_compile.convert_state makes it one of this optimizer's."
+                ) from error
             if set(HYPER_NAMES[algorithm]) - set(hyper):
                 raise ValueError(
                     f"Group {group_index}: expected {HYPER_NAMES[algorithm]} of {type(adapter).__name__}.hyper for "

@@ -415,3 +415,34 @@ def test_half_made_adapters_are_refused_in_words(monkeypatch: pytest.MonkeyPatch
     mc.register_adapter(PlainAdapter())
     with pytest.raises(ValueError, match=r"weight_decay.*PlainAdapter\.hyper"):
         wrap(Plain(parameters((8, 4))))
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_path_is_told_of_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+    adapter = PlainAdapter(f"{Plain.__module__}.Plian")
+    mc.register_adapter(adapter)
+    with pytest.raises(TypeError, match=r"no adapter knows \S+\.Plain; \S+\.Plian is known\. A copy"):
+        wrap(Plain(parameters((8, 4))))
+
+
+def test_another_librarys_state_is_refused_with_the_way_out() -> None:
+    import muon
+
+    def keller() -> Optimizer:
+        optimizer: Optimizer = muon.SingleDeviceMuon(parameters(*MATRICES))
+        return optimizer
+
+    stock = torch.optim.Muon(parameters(*MATRICES), nesterov=False, ns_steps=3)
+    wrapped, plain = keller(), keller()
+    wrap(wrapped)
+    with pytest.raises(ValueError, match=r"muon\.SingleDeviceMuon, whose groups have no .*nesterov.*convert_state"):
+        wrapped.load_state_dict(stock.state_dict())
+    moonlight = formulas.MoonlightMuon(muon_params=parameters(*MATRICES))
+    with pytest.raises(ValueError, match=r"weight_decay.*convert_state"):
+        wrapped.load_state_dict(moonlight.state_dict())
+    plain.load_state_dict(torch.optim.AdamW(parameters(*MATRICES)).state_dict())  # which nobody checks
+    with pytest.raises(ValueError, match=r"Group 0: expected entries as KellerAdapter.*convert_state"):
+        wrap(plain)

@@ -167,6 +167,29 @@ def test_wrapping_twice_keeps_one_state() -> None:
     run_both(ours, optimizer, theirs, stock, range(2, 4))
     second.uninstall()
     run_both(ours, optimizer, theirs, stock, range(4, 6))
+    assert "step" not in vars(optimizer), "the first one is out as well"
+
+
+def test_wrapping_one_of_two_that_are_wrapped_together_is_refused() -> None:
+    ours, optimizer, theirs, stock = pair()
+    vector, twin = parameters((8,)), parameters((8,))
+    adamw, other = torch.optim.AdamW(vector), torch.optim.AdamW(twin)
+    wrap(optimizer, adamw)
+    with pytest.raises(ValueError, match="wrapped already, together with one that is not given"):
+        wrap(adamw)
+    for seed in range(2):
+        give(ours, theirs, seed=seed)
+        give(vector, twin, seed=seed)
+        for one in (optimizer, adamw, stock, other):
+            one.step()
+    assert_equal(ours, theirs)
+    second = wrap(adamw, optimizer)
+    give(ours, theirs, seed=2)
+    give(vector, twin, seed=2)
+    for one in (adamw, optimizer, stock, other):
+        one.step()
+    assert_equal(ours, theirs)
+    assert second.stats.steps == 1
 
 
 def test_wrapping_an_own_optimizer_is_what_compiled_shows() -> None:
