@@ -322,6 +322,8 @@ def draw(steps: int, folder: Path) -> list[Path]:
             style = "-" if optimizer == "muon" else "--"
             axes.plot(at, mean, style, color=colour, linewidth=1.6, label=label)
             axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+        if name == "activation-rms":
+            axes.set_yscale("log")
         finish(axes, figure.replace("/all", "").replace("/block 2", ", last block"))
         made.append(save(canvas, folder / f"{name}.png"))
     canvas = Figure(figsize=(8, 7), layout="constrained")
