@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import muon_compile as mc
 from tests.graph.twins import give, parameters, values
 from tests.originals import find, formulas
+from tests.originals.training import eager_heavyball
 from tests.reference import relative_error
 
 # Two formulas of one function in float32: five steps enlarge roundings of 6e-8 about a hundredfold.
@@ -130,16 +131,9 @@ HEAVYBALL: dict[str, Make] = {
 
 
 @pytest.fixture(autouse=True)
-def eager_heavyball() -> Iterator[None]:
-    """HeavyBall compiles its pieces: not here."""
-    try:
-        import heavyball.utils
-    except ImportError:
+def heavyball_is_eager() -> Iterator[None]:
+    with eager_heavyball():
         yield
-        return
-    before, heavyball.utils.compile_mode = heavyball.utils.compile_mode, None
-    yield
-    heavyball.utils.compile_mode = before
 
 
 def twins(make: Make, *, ns_dtype: Any = "float32") -> tuple[Made, Made, mc.CompiledStep]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ import muon_compile as mc
 from muon_compile.adapters import FamilyAdapter, registry
 from tests.graph.twins import give, parameters, values
 from tests.originals import find, formulas
+from tests.originals.training import eager_heavyball
 from tests.reference import relative_error
 
 # Two formulas of one function in float32.
@@ -78,12 +79,9 @@ COUNTING: dict[str, Callable[[], tuple[list[Parameter], Optimizer]]] = {
 
 
 @pytest.fixture(autouse=True)
-def eager_heavyball(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        import heavyball.utils
-    except ImportError:
-        return
-    monkeypatch.setattr(heavyball.utils, "compile_mode", None)
+def heavyball_is_eager() -> Iterator[None]:
+    with eager_heavyball():
+        yield
 
 
 def counts(optimizer: Optimizer) -> list[int]:
